@@ -350,7 +350,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
     if first["type"] == "json_invalid":
         return _envelope(request, 400, error_body(Code.INVALID_JSON, "the body is not valid JSON"), {})
     param = ".".join(where) or None
-    message = f"{param or 'the body'}: {first['msg']}"
+    message = f"{param or 'the body'}: {str(first['msg']).removeprefix('Value error, ')}"
     return _envelope(request, 400, error_body(Code.INVALID_REQUEST, message, param=param), {})
 
 

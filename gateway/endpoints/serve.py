@@ -46,7 +46,7 @@ from gateway.runtime import Runtime
 from gateway.settings import RouteSettings
 from gateway.telemetry.quote_redaction import without_quotes
 from gateway.telemetry.traffic_counters import Finished
-from gateway.usage.capture import CapturingWriter, KeptAnswer
+from gateway.usage.capture import CapturingWriter
 from headgate.shared.asgi import ClientDisconnectedError, Receive, Scope, Send
 from headgate.shared.bodies.body_decoder import as_json
 from headgate.shared.kv_hint import parse_kv_hint
@@ -255,14 +255,12 @@ class Generation(RequestApp):
         except BaseException as error:
             await answer.attempt.abandon(error)
             raise
-        writer, kept = job.parsed.writer(), KeptAnswer()
-        if job.captures:
-            writer = CapturingWriter(writer, kept)
+        writer = CapturingWriter(job.parsed.writer()) if job.captures else job.parsed.writer()
         try:
             return await relay(answer, job.send, job.watch, self.runtime.telemetry, writer, job.exchange)
         finally:
-            if job.captures:
-                self._keep_bodies(job, kept)
+            if isinstance(writer, CapturingWriter):
+                self._keep_bodies(job, writer.answer())
 
     async def _whole(self, runner: ChainRunner, job: Job) -> bytes | None:
         """The body of an answer that is one object; None when it is sent already."""
@@ -280,9 +278,7 @@ class Generation(RequestApp):
             if streams:
                 body = job.parsed.whole(assembled)
             if job.captures:
-                kept = KeptAnswer()
-                kept.add(body)
-                self._keep_bodies(job, kept)
+                self._keep_bodies(job, body)
             if is_sent := send_at_once(job.exchange, body):
                 job.watch.release()
         finally:
@@ -290,7 +286,7 @@ class Generation(RequestApp):
                 await answer.conclude()
         return None if is_sent else body
 
-    def _keep_bodies(self, job: Job, answer: KeptAnswer) -> None:
+    def _keep_bodies(self, job: Job, answer: bytes) -> None:
         self.runtime.usage.keep_bodies(job.record, dumps(as_json(job.parsed.request.body)), answer)
 
     def _note(self, runner: ChainRunner, job: Job, unsettled: int) -> None:

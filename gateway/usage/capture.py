@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.apis.openai.frames import Frame
+from gateway.apis.lenient_json import dumps
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.frames import Data, Frame
 from gateway.apis.public_api import Writer
 
 MOST_BYTES = 2**18
 """Bytes that are kept of a request, and of an answer."""
+MOST_STREAM_BYTES = 16 * MOST_BYTES
+"""Bytes of the chunks of a stream that are put together: the text of an answer is a small part of its chunks."""
 REDACTED = "[redacted]"
 
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=-]+)*;base64,([A-Za-z0-9+/_-]+)=*")
@@ -42,36 +47,19 @@ def redacted(text: str, patterns: Sequence[re.Pattern[str]] = ()) -> str:
     return text
 
 
-class KeptAnswer:
-    """The beginning of an answer's bytes."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._bytes = 0
-
-    def add(self, piece: bytes) -> bytes:
-        """Keeps `piece` while there is room; returns it unchanged."""
-        if self._bytes < MOST_BYTES:
-            self._pieces.append(piece)
-            self._bytes += len(piece)
-        return piece
-
-    def text(self) -> str:
-        """What is kept."""
-        return kept_text(b"".join(self._pieces))
-
-
 def kept_text(body: bytes) -> str:
     """The beginning of `body` as text."""
     return body[:MOST_BYTES].decode("utf-8", "replace")
 
 
 class CapturingWriter:
-    """A writer that keeps what it writes."""
+    """A writer that keeps the answer which it writes, in one piece: a secret may be divided over several chunks."""
 
-    def __init__(self, writer: Writer, kept: KeptAnswer) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._kept = kept
+        self._answer = Assembly()
+        self._bytes = 0
+        self._error: dict[str, str] | None = None
 
     @property
     def media_type(self) -> bytes:
@@ -80,12 +68,26 @@ class CapturingWriter:
 
     def write(self, frames: Sequence[Frame]) -> bytes:
         """See `gateway.apis.public_api.Writer`."""
-        return self._kept.add(self._writer.write(frames))
+        for frame in frames:
+            if isinstance(frame, Data) and self._bytes < MOST_STREAM_BYTES:
+                self._bytes += len(frame.payload)
+                with contextlib.suppress(ValueError):  # an invalid chunk is the client's to handle
+                    self._answer.add(frame.parsed())
+        return self._writer.write(frames)
 
     def end(self) -> bytes:
         """See `gateway.apis.public_api.Writer`."""
-        return self._kept.add(self._writer.end())
+        return self._writer.end()
 
     def end_with_error(self, code: str, message: str) -> bytes:
         """See `gateway.apis.public_api.Writer`."""
-        return self._kept.add(self._writer.end_with_error(code, message))
+        self._error = {"code": code, "message": message}
+        return self._writer.end_with_error(code, message)
+
+    def answer(self) -> bytes:
+        """The answer as one OpenAI object, with `error` if it ended in one."""
+        try:
+            found = self._answer.result()
+        except ValueError:  # no chunk was written
+            found = {}
+        return dumps(found if self._error is None else {**found, "error": self._error})

@@ -78,4 +78,7 @@ def csv_text(by: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", " ")  # the csv module does not quote it
+    return f"'{text}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else text

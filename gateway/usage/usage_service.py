@@ -18,7 +18,7 @@ from gateway.access.budgets import Budgets, month_of
 from gateway.errors import RefusedError, RequestError
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, KeySettings
-from gateway.usage.capture import Captured, KeptAnswer, kept_text, redacted
+from gateway.usage.capture import Captured, kept_text, redacted
 from gateway.usage.prices import Price
 from gateway.usage.usage_file import StoredKey, UsageFile, advice
 from gateway.usage.usage_row import usage_row
@@ -93,10 +93,10 @@ class UsageService:
         self._budgets.note(row.key, row.dollars or 0.0, row.prompt_tokens + row.completion_tokens, row.at)
         self._writer.put(row)
 
-    def keep_bodies(self, record: Record, request: bytes, answer: KeptAnswer) -> None:
+    def keep_bodies(self, record: Record, request: bytes, answer: bytes) -> None:
         """Stores a request and its answer without secrets; does not block."""
         if self._writer is not None:
-            texts = kept_text(request), answer.text()
+            texts = kept_text(request), kept_text(answer)
             self._writer.put_bodies(Captured(record.started, record.id, record.key, record.route, *texts))
 
     async def captured(self, request_id: str) -> Captured:

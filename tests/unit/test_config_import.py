@@ -242,10 +242,12 @@ def test_presets_of_llama_server() -> None:
         ("-m a.gguf -md d.gguf", {"path": "a.gguf", "draft": "d.gguf"}),
         ("-hf o/r -hfd o/d:Q4_0", {"path": "hf:o/r", "draft": "hf:o/d:Q4_0"}),
         ("-hf o/r --rerank -sm row", {"path": "hf:o/r", "capabilities": ["rerank"], "split_mode": "row"}),
+        ("-m", None),
+        ("-m a.gguf -fa -np", {"path": "a.gguf"}),
         ("-m a.gguf -t -1 -mg 1 -ctk f16 -ctv f16 -ngl many -b x", {"path": "a.gguf", "gpu_index": 1}),
     ],
 )  # fmt: skip
-def test_options_of_llama_server(words: str, entry: dict[str, Any]) -> None:
+def test_options_of_llama_server(words: str, entry: dict[str, Any] | None) -> None:
     options: dict[str, list[str]] = {}
     for name, value in options_of(words.split()):
         options.setdefault(name, []).append(value)

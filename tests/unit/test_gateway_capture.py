@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from gateway.apis.openai.frames import Data, DeltaKind
 from gateway.apis.openai.openai_api import OpenAIWriter
-from gateway.usage.capture import MOST_BYTES, CapturingWriter, KeptAnswer, redacted
+from gateway.usage.capture import MOST_BYTES, CapturingWriter, kept_text, redacted
 
 
 @pytest.mark.parametrize(
@@ -28,13 +29,31 @@ def test_secrets_and_files_are_left_out(text: str, shown: str) -> None:
     assert redacted(text, [re.compile(r"[\w.]+@[\w.]+")]) == shown
 
 
-def test_writer_keeps_the_beginning_of_what_it_writes() -> None:
-    kept = KeptAnswer()
-    writer = CapturingWriter(OpenAIWriter(include_usage=False), kept)
+def _chunk(text: str) -> Data:
+    return Data(json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode(), DeltaKind.CONTENT)
+
+
+def test_stream_is_kept_in_one_piece_so_that_a_divided_secret_is_found() -> None:
+    writer = CapturingWriter(OpenAIWriter(include_usage=False))
     assert writer.media_type == OpenAIWriter(include_usage=False).media_type
-    written = writer.write([Data(b'{"choices":[]}', DeltaKind.CONTENT)]) + writer.end()
-    written += writer.end_with_error("model_failed", "no")
-    assert kept.text() == written.decode()
-    for _ in range(3):
-        kept.add(b"x" * MOST_BYTES)
-    assert len(kept.text()) == MOST_BYTES
+    chunks = [_chunk("the key is sk-proj-abcdef"), _chunk("ghijklmnop1234, "), _chunk("keep it")]
+    written = writer.write([chunks[0], Data(b"{}", DeltaKind.CONTENT)]) + writer.write(chunks[1:]) + writer.end()
+    assert b"sk-proj-abcdef" in written
+    kept = json.loads(redacted(writer.answer().decode()))
+    assert kept["choices"][0]["message"]["content"] == "the key is [redacted], keep it"
+    assert "error" not in kept
+
+
+def test_answer_that_ended_in_an_error_is_kept_with_it() -> None:
+    writer = CapturingWriter(OpenAIWriter(include_usage=False))
+    assert b"model_failed" in writer.end_with_error("model_failed", "no")
+    assert json.loads(writer.answer()) == {"error": {"code": "model_failed", "message": "no"}}
+
+
+def test_beginning_of_a_long_answer_is_kept() -> None:
+    writer = CapturingWriter(OpenAIWriter(include_usage=False))
+    piece = _chunk("x" * MOST_BYTES)
+    for _ in range(20):
+        writer.write([piece])
+    assert MOST_BYTES < len(writer.answer()) < 17 * MOST_BYTES
+    assert len(kept_text(writer.answer())) == MOST_BYTES

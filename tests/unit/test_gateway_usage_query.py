@@ -43,8 +43,9 @@ def test_invalid_queries_say_what_is_accepted(by: str, since: str, until: str, m
         usage_query(by, since, until, NOW)
 
 
-def test_csv_has_the_names_first_and_no_formulas() -> None:
-    row = dict.fromkeys(COLUMNS, 1) | {"key": "=1+1", "ttft_seconds": None}
-    lines = list(csv.reader(io.StringIO(csv_text(["key"], [row]))))
+@pytest.mark.parametrize("key", ["=1+1", "+1", "-1", "@a", "\t=1", "\r=1"])
+def test_csv_has_the_names_first_and_no_formulas(key: str) -> None:
+    row = dict.fromkeys(COLUMNS, 1) | {"key": key, "ttft_seconds": None}
+    lines = list(csv.reader(io.StringIO(csv_text(["key"], [row]), newline="")))
     assert lines[0] == ["key", *COLUMNS]
-    assert lines[1][:2] == ["'=1+1", "1"]
+    assert lines[1][:2] == ["'" + key.replace("\r", " "), "1"]

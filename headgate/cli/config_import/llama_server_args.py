@@ -82,7 +82,7 @@ ALL_LAYERS = 99
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(long name, value) of each option; the value is `true` for a flag."""
+    """(long name, value) of each option; the value is `true` for a flag, and empty where it is missing."""
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
@@ -91,8 +91,8 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = word.lstrip("-").partition("=")
         name = long_name(name)
         if not equals:
-            value = "true"
-            if name not in FLAGS and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
+            value = "true" if name in FLAGS else ""
+            if not value and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
                 value, at = words[at], at + 1
         yield name, value
 
