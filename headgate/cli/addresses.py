@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from headgate.cli.client import Api
 from headgate.cli.command import Session
-from headgate.shared.errors import AlreadyRunningError, HeadgateError
+from headgate.shared.errors import AlreadyRunningError, HeadgateError, NotRunningError
 from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from headgate.shared.state_files import open_regular, read_regular, write_atomic
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gateway.settings import GatewayConfig
 
 INFERENCE_PORT = 8085
+_INFERENCE = ("INFERENCE_HOST", "INFERENCE_PORT")
 RECORD = "up.json"
 _MOST_BYTES = 2**16
 _ADVICE = "move it away, or set HEADGATE_STATE_DIR to another directory"
@@ -44,6 +46,8 @@ class Record:
     inference_url: str
     config_dir: str = ""
     models_dir: str = ""
+    nodes: tuple[str, ...] = ()
+    """`inference.nodes` of the gateway."""
 
     @contextlib.contextmanager
     def published(self, state: StateDir) -> Iterator[None]:
@@ -79,8 +83,9 @@ class Record:
             finally:
                 os.close(found)
         except BlockingIOError:
-            with contextlib.suppress(OSError, ValueError, TypeError):  # just removed, or of another version
-                return cls(**json.loads(read_regular(path, _MOST_BYTES) or b""))
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # just removed, or of another version
+                found = json.loads(read_regular(path, _MOST_BYTES) or b"")
+                return cls(**{**found, "nodes": tuple(found["nodes"])})
         except OSError:  # missing, or not a file
             return None
         return None
@@ -124,7 +129,7 @@ def gateway_url(session: Session) -> str:
 
 def inference_url(session: Session) -> str:
     """The URL of the inference service."""
-    if _any_set(session, "INFERENCE_HOST", "INFERENCE_PORT"):
+    if _any_set(session, *_INFERENCE):
         port = check_port(session.environ.get("INFERENCE_PORT") or str(INFERENCE_PORT))
         return url_of(session.environ.get("INFERENCE_HOST", ""), port)
     if not _any_set(session, "GATEWAY_INFERENCE__URL") and (record := Record.read(session.state)):
@@ -175,14 +180,58 @@ def gateway(session: Session, *, admin: bool = False, needs_key: bool = False) -
     return Api("gateway", gateway_url(session), key.value if key else None, "headgate up")
 
 
-def inference(session: Session) -> Api:
-    """The API of the inference service, with its admin key if set, else with the token of the two services."""
+def node_urls(session: Session) -> Mapping[str, str]:
+    """The URL of each inference service of `inference.nodes` by name; empty where only one is configured.
+
+    Sources that change (`dns:`, `ray:`) are read by the gateway, which knows the nodes of the moment.
+    """
+    if _any_set(session, *_INFERENCE):
+        return {}
+    is_chosen = _any_set(session, "GATEWAY_INFERENCE__URL", "GATEWAY_INFERENCE__NODES")
+    if not is_chosen and (record := Record.read(session.state)):
+        entries = record.nodes
+    else:
+        entries = _settings(session).inference.nodes
+    if not entries:
+        return {}
+    from gateway.settings import node_source
+
+    sources = [node_source(entry) for entry in entries]
+    if all(source.kind == "url" for source in sources):
+        return {source.name: source.address for source in sources}
+    listed = gateway(session, admin=True).get("/admin/nodes")["nodes"]
+    if not listed:
+        raise NotRunningError(f"the gateway knows no node yet; `inference.nodes` is {', '.join(entries)}")
+    return {node["name"]: node["url"] for node in listed}
+
+
+def inference(session: Session, url: str | None = None, node: str = "") -> Api:
+    """The API of the inference service, with its admin key if set, else with the token of the two services.
+
+    By default that of this machine; else the node `node` at `url`.
+    """
     token = (
         session.environ.get("INFERENCE_ADMIN_KEY")
         or session.environ.get("INFERENCE_TOKEN")
         or session.state.read_secret(INFERENCE_TOKEN)
     )
-    return Api("inference service", inference_url(session), token, "headgate up")
+    name, hint = (
+        (f"inference service of {node}", "headgate inference") if node else ("inference service", "headgate up")
+    )
+    found = inference_url(session) if url is None else url
+    return Api(name, found, token, hint, _tls(session) if found.startswith("https:") else None)
+
+
+def _tls(session: Session) -> ssl.SSLContext:
+    """The context for `inference.tls`. Raises HeadgateError for files that cannot be used."""
+    files = _settings(session).inference.tls
+    try:
+        context = ssl.create_default_context(cafile=files.ca)
+        if files.certificate is not None:
+            context.load_cert_chain(files.certificate, files.key)
+    except OSError as error:
+        raise HeadgateError(f"inference.tls in gateway.yaml cannot be used: {error.strerror or error}") from error
+    return context
 
 
 def check_port(text: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +75,17 @@ class Api:
     url: str
     token: str | None
     hint: str
+    tls: ssl.SSLContext | None = None
+    """For https; None: the system's certificate authorities."""
 
     def get(self, path: str) -> Any:
         """The JSON response to GET `path`."""
         return self._json("GET", path, None, ANSWER_SECONDS)
+
+    def health(self) -> Any:
+        """The JSON response to GET `/health`, which has status 503 while something is wrong."""
+        with self.open("GET", "/health", None, ANSWER_SECONDS, is_health=True) as answer:
+            return self._decoded(answer.response.read())
 
     def post(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         """The JSON response to a POST. `seconds` is the timeout of each read."""
@@ -89,7 +97,9 @@ class Api:
 
     def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
         with self.open(method, path, body, seconds) as answer:
-            raw = answer.response.read()
+            return self._decoded(answer.response.read())
+
+    def _decoded(self, raw: bytes) -> Any:
         try:
             return json.loads(raw) if raw.strip() else None
         except ValueError as error:
@@ -97,7 +107,14 @@ class Api:
 
     @contextlib.contextmanager
     def open(
-        self, method: str, path: str, body: Any, seconds: float, extra_headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        seconds: float,
+        extra_headers: Mapping[str, str] | None = None,
+        *,
+        is_health: bool = False,
     ) -> Iterator[Answer]:
         """A response with a status below 400. Leaving the block closes the connection, also in mid-stream.
 
@@ -121,7 +138,7 @@ class Api:
             connection.request(method, prefix + path, payload, headers)
             response = connection.getresponse()
             received = {name.lower(): value for name, value in response.getheaders()}
-            if response.status >= 400:
+            if response.status >= 400 and not (is_health and response.status == 503):
                 raise error_of_response(response.status, received, response.read(1 << 20), f"{self.name} at {self.url}")
             yield Answer(received, response)
         except TimeoutError:
@@ -137,9 +154,13 @@ class Api:
 
     def _connect(self) -> http.client.HTTPConnection:
         address = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        host = address.hostname or "127.0.0.1"
+        connection: http.client.HTTPConnection
         try:
-            connection = kind(address.hostname or "127.0.0.1", address.port, timeout=CONNECT_SECONDS)
+            if address.scheme == "https":
+                connection = http.client.HTTPSConnection(host, address.port, timeout=CONNECT_SECONDS, context=self.tls)
+            else:
+                connection = http.client.HTTPConnection(host, address.port, timeout=CONNECT_SECONDS)
             connection.connect()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

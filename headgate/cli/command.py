@@ -52,10 +52,19 @@ class Session:
 
 @dataclass(frozen=True)
 class Command:
-    """One verb: `arguments` declares its arguments, `run` returns the exit code."""
+    """One verb: `arguments` declares its arguments, `run` returns the exit code.
+
+    With `has_nodes` it has the option `--node`, which chooses one of several inference services.
+    """
 
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Session], int]
+    has_nodes: bool = False
+
+
+def on_nodes(arguments: Callable[[argparse.ArgumentParser], None], run: Callable[[Session], int]) -> Command:
+    """A verb for the inference services of all nodes, or of one."""
+    return Command(arguments, run, has_nodes=True)
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:

@@ -103,6 +103,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("chat", "talk", "a streaming conversation", "headgate chat demo"),
     ),
     "operate": (
+        Verb("nodes", "operate", "inference services of all machines", "headgate nodes --json"),
         Verb("devices", "operate", "devices with their health and memory", "headgate devices"),
         Verb(
             "breakers",
@@ -166,19 +167,24 @@ def verb_parser(verb: Verb) -> argparse.ArgumentParser:
         epilog=f"example:\n  {verb.example}" if verb.example else None,
         formatter_class=_Help,
     )
-    _command(verb).arguments(parser)
-    common(parser)
+    command = _command(verb)
+    command.arguments(parser)
+    common(parser, has_nodes=command.has_nodes)
     return parser
 
 
-def common(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every verb to `parser` or its sub-parsers."""
+def common(parser: argparse.ArgumentParser, *, has_nodes: bool = False) -> None:
+    """Adds the options of every verb, with `has_nodes` also `--node`, to `parser` or its sub-parsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 inner.formatter_class = parser.formatter_class
-                common(inner)
+                common(inner, has_nodes=has_nodes)
             return
+    if has_nodes:
+        parser.add_argument(
+            "--node", metavar="NODE", help="only this node, as `headgate nodes` lists it"
+        )
     parser.add_argument(
         "--config-dir",
         metavar="DIR",

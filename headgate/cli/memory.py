@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headgate.cli import addresses
 from headgate.cli.client import from_envelope
-from headgate.cli.command import Command, Session, UsageError, at_least_one, no_arguments, zero_or_more
+from headgate.cli.command import Session, UsageError, at_least_one, no_arguments, on_nodes, zero_or_more
 from headgate.cli.models import LOAD_SECONDS
+from headgate.cli.nodes import Nodes
 from headgate.cli.terminal import bytes_cell
 from headgate.shared.errors import Exit
 from headgate.shared.units import MIB, format_duration, parse_duration
@@ -50,24 +50,29 @@ def _some(most: int) -> Any:
 
 def evictions(session: Session) -> int:
     """Lists the last evictions, oldest first."""
-    answer = addresses.inference(session).get(f"/memory/evictions?limit={session.args.limit}")
-    if session.prints_json(answer):
+    answers = Nodes.of(session).get(f"/memory/evictions?limit={session.args.limit}")
+    if answers.prints_json(session):
         return Exit.OK
+    found = [(node, record) for node, answer in answers for record in answer["evictions"]]
+    newest = sorted(found, key=lambda item: item[1]["timestamp"])[-session.args.limit :]
     rows = [
-        [
-            _clock(record["timestamp"]),
-            str(record["model_name"]),
-            str(record["action"]),
-            str(record["reason"]),
-            _mb(record["memory_freed_mb"]),
-            "; ".join(record["explanation"]) or "-",
-        ]
-        for record in answer["evictions"]
+        (
+            node,
+            [
+                _clock(record["timestamp"]),
+                str(record["model_name"]),
+                str(record["action"]),
+                str(record["reason"]),
+                _mb(record["memory_freed_mb"]),
+                "; ".join(record["explanation"]) or "-",
+            ],
+        )
+        for node, record in newest
     ]
     headers = ["TIME", "MODEL", "ACTION", "REASON", "FREED", "EXPLANATION"]
-    session.terminal.table(headers, rows, ["FREED"], "no model has left its device since the service started")
-    if answer["total"] > len(rows):
-        session.terminal.say(f"{len(rows)} of {answer['total']} since the service started")
+    answers.table(session.terminal, headers, rows, ["FREED"], "no model has left its device since the service started")
+    if (total := sum(answer["total"] for _, answer in answers)) > len(rows):
+        session.terminal.say(f"{len(rows)} of {total} since the service started")
     return Exit.OK
 
 
@@ -89,33 +94,37 @@ def _past(text: str) -> float:
 
 def history(session: Session) -> int:
     """Lists the samples of the memory checks, one line per device, oldest first."""
-    answer = addresses.inference(session).get(f"/memory/history?minutes={session.args.last / 60:g}")
-    if session.prints_json(answer):
+    answers = Nodes.of(session).get(f"/memory/history?minutes={session.args.last / 60:g}")
+    if answers.prints_json(session):
         return Exit.OK
+    found = [(node, sample) for node, answer in answers for sample in answer["samples"]]
     rows = [
-        [
-            _clock(sample["timestamp"]),
-            name,
-            str(device["pressure_level"]),
-            *(_mb(device[f"{figure}_mb"]) for figure in ("used", "free", "foreign", "ours")),
-            str(sample["active_requests"]),
-            str(sample["queued_requests"]),
-            str(sample["models_loaded"]),
-            str(sample["models_warm"]),
-        ]
-        for sample in answer["samples"]
+        (
+            node,
+            [
+                _clock(sample["timestamp"]),
+                name,
+                str(device["pressure_level"]),
+                *(_mb(device[f"{figure}_mb"]) for figure in ("used", "free", "foreign", "ours")),
+                str(sample["active_requests"]),
+                str(sample["queued_requests"]),
+                str(sample["models_loaded"]),
+                str(sample["models_warm"]),
+            ],
+        )
+        for node, sample in sorted(found, key=lambda item: item[1]["timestamp"])
         for name, device in sample["devices"].items()
     ]
     right = ["USED", "FREE", "FOREIGN", "OURS", "ACTIVE", "QUEUED", "LOADED", "WARM"]
     none = f"no memory check in the last {format_duration(session.args.last)}"
-    session.terminal.table(["TIME", "DEVICE", "PRESSURE", *right], rows, right, none)
+    answers.table(session.terminal, ["TIME", "DEVICE", "PRESSURE", *right], rows, right, none)
     return Exit.OK
 
 
 def gc(session: Session) -> int:
     """Unloads idle models and trims heaps."""
     session.terminal.status("releasing memory ...")
-    answer = addresses.inference(session).post("/memory/gc", seconds=GC_SECONDS)
+    answer = Nodes.of(session).one().post("/memory/gc", seconds=GC_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     unloaded = f"unloaded: {', '.join(answer['models'])}" if answer["models"] else "no model was idle"
@@ -126,7 +135,7 @@ def gc(session: Session) -> int:
 def defragment(session: Session) -> int:
     """Moves idle models so that the largest room on one device grows."""
     session.terminal.status("moving models ...")
-    answer = addresses.inference(session).post("/memory/defragment", seconds=LOAD_SECONDS)
+    answer = Nodes.of(session).one().post("/memory/defragment", seconds=LOAD_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     for move in answer["moved"]:
@@ -159,7 +168,7 @@ def dump(session: Session) -> int:
     if session.args.action == "compare":
         return _compare(session)
     body = {} if session.args.objects is None else {"large_objects": session.args.objects}
-    answer = addresses.inference(session).post("/memory/dump", body, seconds=GC_SECONDS)
+    answer = Nodes.of(session).one().post("/memory/dump", body, seconds=GC_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     rows = [[path, _value(value)] for path, value in _flat(answer) if path != "id"]
@@ -187,7 +196,7 @@ def _compare(session: Session) -> int:
     if len(session.args.ids) != 2:
         raise UsageError("name two dumps, such as `headgate dump compare dump-1 dump-2`; `headgate dump` makes one")
     before, after = session.args.ids
-    answer = addresses.inference(session).post("/memory/dump/compare", {"before": before, "after": after})
+    answer = Nodes.of(session).one().post("/memory/dump/compare", {"before": before, "after": after})
     if session.prints_json(answer):
         return Exit.OK
     rows = [
@@ -211,10 +220,14 @@ def preload(session: Session) -> int:
     args = session.args
     body = {"models": args.models, "priority": args.priority, "seconds": args.timeout}
     session.terminal.status(f"loading {', '.join(args.models)} ...")
-    answer = addresses.inference(session).post(
-        "/memory/preload",
-        {name: value for name, value in body.items() if value is not None},
-        seconds=max(LOAD_SECONDS, (args.timeout or 0.0) + GC_SECONDS),
+    answer = (
+        Nodes.of(session)
+        .one()
+        .post(
+            "/memory/preload",
+            {name: value for name, value in body.items() if value is not None},
+            seconds=max(LOAD_SECONDS, (args.timeout or 0.0) + GC_SECONDS),
+        )
     )
     results = answer["results"]
     if not session.prints_json(answer):
@@ -230,10 +243,10 @@ def preload(session: Session) -> int:
 
 
 COMMANDS = {
-    "evictions": Command(_limit, evictions),
-    "history": Command(_minutes, history),
-    "gc": Command(no_arguments, gc),
-    "defragment": Command(no_arguments, defragment),
-    "dump": Command(_dump_arguments, dump),
-    "preload": Command(_preload_arguments, preload),
+    "evictions": on_nodes(_limit, evictions),
+    "history": on_nodes(_minutes, history),
+    "gc": on_nodes(no_arguments, gc),
+    "defragment": on_nodes(no_arguments, defragment),
+    "dump": on_nodes(_dump_arguments, dump),
+    "preload": on_nodes(_preload_arguments, preload),
 }

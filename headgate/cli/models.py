@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headgate.cli import addresses
 from headgate.cli.client import ApiError, segment
-from headgate.cli.command import Command, Session, at_least_one, no_arguments, zero_or_more
+from headgate.cli.command import Session, at_least_one, no_arguments, on_nodes, zero_or_more
+from headgate.cli.nodes import Answers, Nodes, label
 from headgate.cli.terminal import bytes_cell, facts, seconds_cell
 from headgate.shared.errors import Exit, NotRunningError
 from headgate.shared.units import format_bytes, format_duration
@@ -20,6 +20,9 @@ from inference.protocol import ModelState, ModelStatus
 
 LOAD_SECONDS = 600.0
 """A load from a slow disk takes minutes. The service has its own deadline."""
+
+PLAN_SECONDS = 120.0
+"""The file of a model may have to be measured first."""
 
 CRASH_LINES = 5
 """Lines of the last crash's output that `show` prints; `--json` has all of them."""
@@ -74,9 +77,20 @@ def _layers(text: str) -> int:
     return int(text) if text == "0" else at_least_one(text)
 
 
-def _statuses(session: Session) -> list[ModelStatus]:
-    answer = addresses.inference(session).get("/v1/models")
-    return [ModelStatus.from_json(entry) for entry in answer["data"]]
+Models = list[tuple[str, ModelStatus]]
+"""The status of models, each with the name of its node."""
+
+
+def _statuses(session: Session, *, running: bool) -> tuple[Answers, Models]:
+    """The answers of the nodes, and their models: with `running` those that are not cold."""
+    answers = Nodes.of(session).get("/v1/models")
+    found = [(node, ModelStatus.from_json(entry)) for node, answer in answers for entry in answer["data"]]
+    return answers, [(node, one) for node, one in found if not running or one.state is not ModelState.COLD]
+
+
+def _json(answers: Answers, models: Models) -> list[dict[str, Any]]:
+    shown = [({"node": node} if node else {}) | status.to_json() for node, status in models]
+    return [*shown, *answers.failures()]
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +114,7 @@ def _interval(text: str) -> float:
 def ps(session: Session) -> int:
     """Lists models that are not cold, and each replica of a model that has several."""
     if session.args.watch is None:
-        return _running(session, _statuses(session))
+        return _table(session, *_statuses(session, running=True), running=True)
     try:
         _watch(session, session.args.watch)
     except KeyboardInterrupt:
@@ -108,24 +122,20 @@ def ps(session: Session) -> int:
     return Exit.OK
 
 
-def _running(session: Session, statuses: list[ModelStatus]) -> int:
-    return _table(session, [status for status in statuses if status.state is not ModelState.COLD], running=True)
-
-
 def _watch(session: Session, seconds: float) -> None:
     """Repeats the table. A service that stops answering later is shown and waited for."""
-    terminal, statuses = session.terminal, _statuses(session)
+    terminal = session.terminal
+    answers, models = _statuses(session, running=True)
     while True:
         if session.json:
-            shown = [status.to_json() for status in statuses if status.state is not ModelState.COLD]
-            terminal.data(json.dumps(shown, ensure_ascii=False))
+            terminal.data(json.dumps(_json(answers, models), ensure_ascii=False))
         else:
             terminal.data(f"{CLEAR if terminal.out_tty else ''}every {format_duration(seconds)}, {time.strftime('%X')}")
-            _running(session, statuses)
+            _table(session, answers, models, running=True)
         time.sleep(seconds)
         while True:
             try:
-                statuses = _statuses(session)
+                answers, models = _statuses(session, running=True)
                 break
             except (NotRunningError, ApiError) as error:
                 terminal.say(str(error))
@@ -154,59 +164,65 @@ def _rows(status: ModelStatus) -> list[ModelStatus]:
 
 def list_models(session: Session) -> int:
     """Lists all models."""
-    return _table(session, _statuses(session), running=False)
+    return _table(session, *_statuses(session, running=False), running=False)
 
 
-def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> int:
+def _table(session: Session, answers: Answers, models: Models, *, running: bool) -> int:
     terminal = session.terminal
-    if session.prints_json([status.to_json() for status in statuses]):
+    if answers.prints_json(session, _json(answers, models)):
         return Exit.OK
     if running:
         headers = ["MODEL", "STATE", "DEVICE", "PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID"]
         rows = [
-            [
-                status.id,
-                status.state.value,
-                _devices(status),
-                bytes_cell(status.predicted_bytes),
-                bytes_cell(status.actual_bytes),
-                str(status.context_length),
-                f"{status.in_flight}/{status.parallel}",
-                str(status.queued),
-                seconds_cell(status.idle_seconds),
-                str(status.pid or "-"),
-            ]
-            for shown in statuses
+            (
+                node,
+                [
+                    status.id,
+                    status.state.value,
+                    _devices(status),
+                    bytes_cell(status.predicted_bytes),
+                    bytes_cell(status.actual_bytes),
+                    str(status.context_length),
+                    f"{status.in_flight}/{status.parallel}",
+                    str(status.queued),
+                    seconds_cell(status.idle_seconds),
+                    str(status.pid or "-"),
+                ],
+            )
+            for node, shown in models
             for status in _rows(shown)
         ]
         none = "no model is loaded; a request or `headgate load MODEL` loads one"
     else:
         headers = ["MODEL", "STATE", "CONTEXT", "PARALLEL", "NEEDS", "FITS", "ALIASES"]
         rows = [
-            [
-                status.id,
-                status.state.value,
-                str(status.context_length),
-                str(status.parallel),
-                bytes_cell(status.predicted_bytes),
-                {True: "yes", False: "no", None: "-"}[status.fits],
-                ", ".join(status.aliases) or "-",
-            ]
-            for status in statuses
+            (
+                node,
+                [
+                    status.id,
+                    status.state.value,
+                    str(status.context_length),
+                    str(status.parallel),
+                    bytes_cell(status.predicted_bytes),
+                    {True: "yes", False: "no", None: "-"}[status.fits],
+                    ", ".join(status.aliases) or "-",
+                ],
+            )
+            for node, status in models
         ]
         none = "no models are configured; add one to models.yaml"
     right = ["PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
-    terminal.table(headers, rows, right, none)
-    for status in statuses:
+    answers.table(terminal, headers, rows, right, none)
+    for node, status in models:
         for item in status.replicas or (status,):
             if item.reason:
-                terminal.say(f"{item.id}: {item.reason}")
+                terminal.say(f"{label(node)}{item.id}: {item.reason}")
     return Exit.OK
 
 
 def show(session: Session) -> int:
     """Shows one model."""
-    api, name = addresses.inference(session), segment(session.args.model)
+    api, name = Nodes.of(session).with_model(session.args.model), segment(session.args.model)
     answer = api.get(f"/v1/models/{name}")
     crashes = api.get(f"/models/{name}/crashes")["crashes"]
     if session.prints_json({**answer, "crashes": crashes}):
@@ -274,7 +290,7 @@ def _run_change(action: str, activity: str, session: Session) -> int:
     session.terminal.status(f"{activity} {session.args.model} ...")
     body = {"device": session.args.device} if action == "move" else None
     path = f"/models/{segment(session.args.model)}/{action}"
-    answer = addresses.inference(session).post(path, body, seconds=LOAD_SECONDS)
+    answer = Nodes.of(session).with_model(session.args.model).post(path, body, seconds=LOAD_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     status = ModelStatus.from_json(answer)
@@ -295,12 +311,49 @@ def plan(session: Session) -> int:
     values = {name: getattr(session.args, option) for option, name in _PLANNED.items()}
     body = {"model": session.args.model} | {name: value for name, value in values.items() if value is not None}
     session.terminal.status(f"estimating {session.args.model} ...")
-    answer = addresses.inference(session).post("/memory/plan", body, seconds=120.0)
-    fits = answer["result"] != "CANT_ACCOMMODATE"
-    if not session.prints_json(answer):
-        for line in plan_lines(session.args.model, answer):
-            session.terminal.data(line)
-    return Exit.OK if fits else Exit.DOES_NOT_FIT
+    answers = Nodes.of(session).each(lambda api: api.post("/memory/plan", body, seconds=PLAN_SECONDS), PLAN_SECONDS)
+    best = best_plan(answers.values)
+    if len(answers.values) + len(answers.errors) > 1:
+        _print_plans(session, answers, best)
+    elif not answers.prints_json(session):
+        for _, answer in answers:
+            for line in plan_lines(session.args.model, answer):
+                session.terminal.data(line)
+    return Exit.DOES_NOT_FIT if best is None else Exit.OK
+
+
+_RESULTS = ("DEPLOYED", "FREE", "FULL")
+"""The results with which a model can be loaded, the best first."""
+
+
+def best_plan(plans: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The node with the best of `plans`, which are by node; None if the model fits nowhere.
+
+    The best is one with the model loaded, else where it fits as configured, with the fewest evictions and the highest
+    speed.
+    """
+
+    def rank(node: str) -> tuple[int, bool, int, float]:
+        found = plans[node]
+        rate = (found.get("expected") or {}).get("tokens_per_second") or 0.0
+        return _RESULTS.index(found["result"]), bool(found.get("changes")), len(found.get("evict", ())), -rate
+
+    return min((node for node, found in plans.items() if found["result"] in _RESULTS), key=rank, default=None)
+
+
+def _print_plans(session: Session, answers: Answers, best: str | None) -> None:
+    """The plans of several nodes, one per line."""
+    if answers.prints_json(session, {**answers.as_json(), "best": best}):
+        return
+    rows = []
+    for node, answer in answers:
+        need = ", ".join(f"{format_bytes(count)} on {device}" for device, count in answer.get("need_bytes", {}).items())
+        rate = (answer.get("expected") or {}).get("tokens_per_second")
+        note = answer.get("reason") or (f"with {_settings(changes)}" if (changes := answer.get("changes")) else "-")
+        cells = ["*" if node == best else "", answer["result"], need or "-", ", ".join(answer.get("evict", ())) or "-"]
+        rows.append((node, [*cells, "-" if rate is None else f"{rate:.3g}", note]))
+    answers.table(session.terminal, ["BEST", "RESULT", "NEEDS", "EVICTS", "TOKENS/S", "NOTE"], rows, ["TOKENS/S"])
+    session.terminal.say(f"`headgate plan {session.args.model} --node NODE` explains one of them")
 
 
 def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
@@ -365,14 +418,14 @@ def _devices(status: ModelStatus) -> str:
 
 
 COMMANDS = {
-    "ps": Command(_watch_arguments, ps),
-    "list": Command(no_arguments, list_models),
-    "show": Command(_one_model, show),
-    "load": Command(_one_model, _change("load", "loading")),
-    "unload": Command(_one_model, _change("unload", "unloading")),
-    "offload": Command(_one_model, _change("offload", "offloading")),
-    "move": Command(_model_and_device, _change("move", "moving")),
-    "restart": Command(_one_model, _change("restart", "restarting")),
-    "stop": Command(_one_model, _change("unload?now=true", "stopping")),
-    "plan": Command(_plan_arguments, plan),
+    "ps": on_nodes(_watch_arguments, ps),
+    "list": on_nodes(no_arguments, list_models),
+    "show": on_nodes(_one_model, show),
+    "load": on_nodes(_one_model, _change("load", "loading")),
+    "unload": on_nodes(_one_model, _change("unload", "unloading")),
+    "offload": on_nodes(_one_model, _change("offload", "offloading")),
+    "move": on_nodes(_model_and_device, _change("move", "moving")),
+    "restart": on_nodes(_one_model, _change("restart", "restarting")),
+    "stop": on_nodes(_one_model, _change("unload?now=true", "stopping")),
+    "plan": on_nodes(_plan_arguments, plan),
 }

@@ -10,11 +10,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 from headgate.cli import addresses
-from headgate.cli.client import segment
-from headgate.cli.command import Command, Session, UsageError, list_or_act
+from headgate.cli.client import Api, segment
+from headgate.cli.command import Session, UsageError, list_or_act, no_arguments, on_nodes
+from headgate.cli.nodes import Nodes, Row, label
 from headgate.cli.terminal import bytes_cell, seconds_cell
 from headgate.shared.errors import Exit
 from headgate.shared.units import format_duration, parse_duration
+from inference.protocol import ModelState, ModelStatus
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached")
@@ -22,42 +24,76 @@ ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", 
 
 _KV_HEADERS = ("MODEL", "ID", "TIERS", "TOKENS", "SIZE", "IDLE", "HITS", "PINNED", "TENANT")
 
+LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+
 RECOVER_SECONDS = 120.0
 """A reading and a trial of the device, each of which takes up to 30 s."""
+
+
+def nodes(session: Session) -> int:
+    """Lists the inference services with what they do now."""
+
+    def look(api: Api) -> dict[str, Any]:
+        health = api.health()
+        models = [ModelStatus.from_json(entry) for entry in api.get("/v1/models")["data"]]
+        return {
+            "url": api.url,
+            "reachable": True,
+            "epoch": health.get("epoch"),
+            "version": health.get("version"),
+            "models": len(models),
+            "loaded": sum(model.state in LOADED for model in models),
+            "in_flight": sum(model.in_flight for model in models),
+        }
+
+    found = Nodes.of(session)
+    answers = found.each(look)
+    if session.json:
+        failed = [{"url": found.apis[each["node"]].url, "reachable": False, **each} for each in answers.failures()]
+        session.terminal.json({"nodes": [*({"node": node, **value} for node, value in answers), *failed]})
+        return Exit.OK
+    headers = ["URL", "REACHABLE", "EPOCH", "VERSION", "LOADED", "IN FLIGHT"]
+    rows: list[Row] = []
+    for node, value in answers:
+        loaded = f"{value['loaded']}/{value['models']}"
+        cells = [value["url"], "yes", str(value["epoch"] or "-"), str(value["version"] or "-"), loaded]
+        rows.append((node, [*cells, str(value["in_flight"])]))
+    answers.table(session.terminal, headers, rows, ["LOADED", "IN FLIGHT"])
+    return Exit.OK
 
 
 def devices(session: Session) -> int:
     """Lists the devices with health, pressure and ledger accounts, or recovers one."""
     if session.args.action == "recover":
         return _recover(session)
-    answer = addresses.inference(session).get("/devices")
-    if session.prints_json(answer):
+    answers = Nodes.of(session).get("/devices")
+    if answers.prints_json(session):
         return Exit.OK
+    found = [(node, device) for node, answer in answers for device in answer["devices"]]
     rows = []
-    for device in answer["devices"]:
+    for node, device in found:
         accounts = device.get("ledger") or device
-        rows.append(
-            [
-                str(device["id"]),
-                str(device.get("name", "-")),
-                str(device.get("state", "-")),
-                str(device.get("pressure_level", "-")),
-                *(bytes_cell(accounts.get(f"{name}_bytes", accounts.get(name))) for name in ACCOUNTS),
-                str(device.get("uuid") or "-"),
-            ]
-        )
+        cells = [
+            str(device["id"]),
+            str(device.get("name", "-")),
+            str(device.get("state", "-")),
+            str(device.get("pressure_level", "-")),
+            *(bytes_cell(accounts.get(f"{name}_bytes", accounts.get(name))) for name in ACCOUNTS),
+            str(device.get("uuid") or "-"),
+        ]
+        rows.append((node, cells))
     accounts = [name.upper() for name in ACCOUNTS]
     headers = ["DEVICE", "NAME", "STATE", "PRESSURE", *accounts, "UUID"]
-    session.terminal.table(headers, rows, accounts, "the inference service has no device")
-    for device in answer["devices"]:
+    answers.table(session.terminal, headers, rows, accounts, "the inference service has no device")
+    for node, device in found:
         if device.get("note"):
-            session.terminal.say(f"{device['id']}: {device['note']}")
+            session.terminal.say(f"{label(node)}{device['id']}: {device['note']}")
     return Exit.OK
 
 
 def _recover(session: Session) -> int:
     name = _named(session, "`headgate devices` lists them")
-    answer = addresses.inference(session).post(f"/devices/{name}/recover", seconds=RECOVER_SECONDS)
+    answer = Nodes.of(session).one().post(f"/devices/{name}/recover", seconds=RECOVER_SECONDS)
     device = answer["device"]
     if not session.prints_json(answer):
         session.terminal.say(f"{device['id']}: {device['state']}" + (f", {device['note']}" if device["note"] else ""))
@@ -80,9 +116,11 @@ def breakers(session: Session) -> int:
         if not session.prints_json(answer):
             session.terminal.say(f"{session.args.name}: closed")
         return Exit.OK
-    answer = api.get("/admin/breakers")
-    if session.prints_json(answer):
+    answer, node = api.get("/admin/breakers"), session.args.node
+    found = [entry for entry in answer["breakers"] if node is None or entry.get("node") == node]
+    if session.prints_json({**answer, "breakers": found}):
         return Exit.OK
+    headers = ["BREAKER", "STATE", "FAILURES", "NEXT PROBE", "LAST FAILURE"]
     rows = [
         [
             str(entry["name"]),
@@ -91,32 +129,34 @@ def breakers(session: Session) -> int:
             seconds_cell(entry.get("retry_after")),
             str(entry.get("last_failure") or "-"),
         ]
-        for entry in answer["breakers"]
+        for entry in found
     ]
-    session.terminal.table(
-        ["BREAKER", "STATE", "FAILURES", "NEXT PROBE", "LAST FAILURE"], rows, ["FAILURES", "NEXT PROBE"],
-        "no breaker exists yet; the first request to a provider creates one",
-    )  # fmt: skip
+    if any(entry.get("node") for entry in found):
+        headers = ["NODE", *headers]
+        rows = [[entry.get("node") or "-", *cells] for entry, cells in zip(found, rows, strict=True)]
+    none = "no breaker exists yet; the first request to a provider creates one"
+    session.terminal.table(headers, rows, ["FAILURES", "NEXT PROBE"], none)
     return Exit.OK
 
 
 def quarantine(session: Session) -> int:
     """Lists the requests that are suspected or refused, or clears one of them or all."""
-    api = addresses.inference(session)
+    services = Nodes.of(session)
     if session.args.action == "clear":
         name = _named(session, f"`headgate quarantine` lists their keys; `{ALL}` means every one")
-        answer = api.delete("/quarantine" if name == ALL else f"/quarantine/{name}")
+        answer = services.one().delete("/quarantine" if name == ALL else f"/quarantine/{name}")
         if session.prints_json(answer):
             return Exit.OK
         for entry in answer["cleared"]:
             session.terminal.say(f"{entry['key']}: a request to {entry['model']} is allowed again")
         return Exit.OK
-    answer = api.get("/quarantine")
-    if session.prints_json(answer):
+    answers = services.get("/quarantine")
+    if answers.prints_json(session):
         return Exit.OK
     headers = ["KEY", "MODEL", "STANDING", "CRASHES", "SINCE", "ENDS IN", "MESSAGE"]
-    rows = [_quarantine_row(entry) for entry in answer["requests"]]
-    session.terminal.table(headers, rows, ["CRASHES", "SINCE", "ENDS IN"], "no request is suspected of ending a worker")
+    rows = [(node, _quarantine_row(entry)) for node, answer in answers for entry in answer["requests"]]
+    none = "no request is suspected of ending a worker"
+    answers.table(session.terminal, headers, rows, ["CRASHES", "SINCE", "ENDS IN"], none)
     return Exit.OK
 
 
@@ -173,13 +213,13 @@ def kv(session: Session) -> int:
 
 def _list_sequences(session: Session) -> int:
     query = urlencode(_selected(session))
-    answer = addresses.inference(session).get("/memory/kv/sequences" + (f"?{query}" if query else ""))
-    if session.prints_json(answer):
+    answers = Nodes.of(session).get("/memory/kv/sequences" + (f"?{query}" if query else ""))
+    if answers.prints_json(session):
         return Exit.OK
-    rows = [_sequence_row(sequence) for sequence in answer["sequences"]]
+    rows = [(node, _sequence_row(sequence)) for node, answer in answers for sequence in answer["sequences"]]
     right = ("TOKENS", "SIZE", "IDLE", "HITS", "PINNED")
-    session.terminal.table(_KV_HEADERS, rows, right, "no loaded model has stored sequences")
-    return _remarks(session, answer)
+    answers.table(session.terminal, _KV_HEADERS, rows, right, "no loaded model has stored sequences")
+    return max(_remarks(session, answer, node) for node, answer in answers)
 
 
 def _sequence_row(sequence: Mapping[str, Any]) -> list[str]:
@@ -198,7 +238,7 @@ def _sequence_row(sequence: Mapping[str, Any]) -> list[str]:
 
 
 def _clear_sequences(session: Session) -> int:
-    answer = addresses.inference(session).post("/memory/kv/clear", _selected(session))
+    answer = Nodes.of(session).one().post("/memory/kv/clear", _selected(session))
     return _counted(session, answer, "cleared", "removed")
 
 
@@ -207,7 +247,7 @@ def _pin_sequences(session: Session) -> int:
     if not args.ids and args.tenant is None:
         raise UsageError("which sequences? name their ids or --tenant; `headgate kv list` shows both")
     body = {"seconds": args.seconds, "ids": args.ids, **_selected(session)}
-    answer = addresses.inference(session).post("/memory/kv/pin", body)
+    answer = Nodes.of(session).one().post("/memory/kv/pin", body)
     if args.seconds:
         return _counted(session, answer, "pinned", f"kept for {format_duration(args.seconds)}")
     return _counted(session, answer, "pinned", "no longer pinned")
@@ -231,18 +271,19 @@ def _plural(count: int) -> str:
     return f"{count} sequence" + ("" if count == 1 else "s")
 
 
-def _remarks(session: Session, answer: Mapping[str, Any]) -> int:
+def _remarks(session: Session, answer: Mapping[str, Any], node: str = "") -> int:
     """Prints what is missing in the answer; a failure if a worker did not answer."""
     errors: Sequence[Mapping[str, Any]] = answer["errors"]
     for error in errors:
-        session.terminal.say(f"{error['model_name']}: {error['message']}")
+        session.terminal.say(f"{label(node)}{error['model_name']}: {error['message']}")
     if answer["not_loaded"]:
-        session.terminal.say(f"not loaded, so left out: {', '.join(answer['not_loaded'])}")
+        session.terminal.say(f"{label(node)}not loaded, so left out: {', '.join(answer['not_loaded'])}")
     return Exit.FAILURE if errors else Exit.OK
 
 
 COMMANDS = {
-    "devices": Command(
+    "nodes": on_nodes(no_arguments, nodes),
+    "devices": on_nodes(
         list_or_act(
             "recover",
             "read a device again and test it",
@@ -251,11 +292,11 @@ COMMANDS = {
         ),
         devices,
     ),
-    "breakers": Command(
+    "breakers": on_nodes(
         list_or_act("reset", "close a breaker by hand", "NAME", "the breaker to reset, as the list names it"), breakers
     ),
-    "kv": Command(_kv_arguments, kv),
-    "quarantine": Command(
+    "kv": on_nodes(_kv_arguments, kv),
+    "quarantine": on_nodes(
         list_or_act("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
     ),
 }

@@ -13,9 +13,9 @@ BEGIN, END = "<!-- help: begin, written by `make reference` -->", "<!-- help: en
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
-COMMON = ("-h, --help", "--config-dir", "--json", "MODEL             a model's name or alias")
+COMMON = ("-h, --help", "--config-dir", "--json", "--node NODE", "MODEL             a model's name or alias")
 """Arguments of most verbs, which the document explains once."""
-_COMMON_USAGE = re.compile(r"\s*\[(?:-h|--config-dir DIR|--json)\]")
+_COMMON_USAGE = re.compile(r"\s*\[(?:-h|--config-dir DIR|--json|--node NODE)\]")
 _LIST = re.compile(r"^(?:options|positional arguments):", re.MULTILINE)
 _EMPTY_LIST = re.compile(rf"{_LIST.pattern}\n*(?=^\S|\Z)", re.MULTILINE)
 

@@ -56,6 +56,7 @@ class UpPlan:
     has_keys: bool
     config_dir: Path
     models_dir: Path
+    nodes: tuple[str, ...] = ()
 
     @property
     def gateway_url(self) -> str:
@@ -91,6 +92,7 @@ def make_plan(args: argparse.Namespace, directory: Path, environ: Mapping[str, s
         bool(gateway.keys),
         directory.absolute(),
         inference.settings.models_dir.absolute(),
+        tuple(gateway.inference.nodes),
     )
 
 
@@ -157,7 +159,7 @@ async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
     loop.add_signal_handler(signal.SIGHUP, supervisor.hang_up)
     try:
         record = addresses.Record(
-            os.getpid(), plan.gateway_url, plan.inference_url, str(plan.config_dir), str(plan.models_dir)
+            os.getpid(), plan.gateway_url, plan.inference_url, str(plan.config_dir), str(plan.models_dir), plan.nodes
         )
         with record.published(session.state):
             announcing = asyncio.ensure_future(_announce(session, supervisor, plan, note))
