@@ -182,9 +182,7 @@ def common(parser: argparse.ArgumentParser, *, has_nodes: bool = False) -> None:
                 common(inner, has_nodes=has_nodes)
             return
     if has_nodes:
-        parser.add_argument(
-            "--node", metavar="NODE", help="only this node, as `headgate nodes` lists it"
-        )
+        parser.add_argument("--node", metavar="NODE", help="only this node, as `headgate nodes` lists it")
     parser.add_argument(
         "--config-dir",
         metavar="DIR",

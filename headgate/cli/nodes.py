@@ -98,9 +98,7 @@ class Nodes:
         urls, chosen = addresses.node_urls(session), session.args.node
         if not urls:
             if chosen is not None:
-                raise UsageError(
-                    "--node needs `inference.nodes` in gateway.yaml; there is one inference service"
-                )
+                raise UsageError("--node needs `inference.nodes` in gateway.yaml; there is one inference service")
             return cls({ONLY: addresses.inference(session)})
         if chosen is not None:
             if chosen not in urls:
