@@ -1,0 +1,182 @@
+"""The choice of a node for one request: filter, score, pick.
+
+    score = predicted time to first token = load + queue + uncached prompt tokens / prefill rate
+
+A part that a node does not report counts as the median of what the other nodes report, or as the constant below. The
+pick is a power of two choices: two nodes are drawn among those whose score is within a margin of the best, and the one
+with the lower load is chosen. A node with cached tokens of the prompt has a better score, so affinity needs no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from gateway.providers.local.candidate_facts import UNKNOWN, LikelyFailure, Speed
+
+MARGIN_SECONDS = 0.02
+MARGIN_SHARE = 0.1
+"""Scores within MARGIN_SECONDS plus MARGIN_SHARE of the best one count as equally good."""
+
+LOAD_BOUND = 1.25
+"""The most load of a node, as a multiple of the mean, while another one has a free place (consistent hashing with
+bounded loads, https://arxiv.org/abs/1608.01350)."""
+
+ASSUMED_TOKENS_PER_SECOND = 2000.0
+ASSUMED_LOAD_SECONDS = 10.0
+"""The prefill rate and the time to load while no node has measured one: cached tokens and loaded models count from the
+first request."""
+
+
+class NodeFacts(NamedTuple):
+    """The facts about one node for a request and its model; None means unknown and is never a reason to exclude.
+
+    `excluded`: why this request must not use the node (policy, an attempt there failed). `listed`: whether the node has
+    the model. `breaker_open_for` and `queue_full_for`: seconds until that is over. `fit_in`: seconds until the model
+    may fit. `likely_failure`: a reason to use the node only if no other is left. `in_flight`: requests for the model
+    there, those included that this gateway has sent since the last report; `parallel`: its places. `cached_tokens`:
+    tokens of the prompt that are expected in a KV cache of the node.
+    """
+
+    name: str
+    excluded: str | None = None
+    listed: bool = True
+    breaker_open_for: float | None = None
+    queue_full_for: float | None = None
+    capabilities: Collection[str] | None = None
+    context_length: int | None = None
+    fits: bool | None = None
+    fit_reason: str | None = None
+    fit_in: float | None = None
+    likely_failure: LikelyFailure | None = None
+    speed: Speed = UNKNOWN
+    in_flight: int = 0
+    parallel: int = 1
+    cached_tokens: int = 0
+
+    @property
+    def load(self) -> float:
+        """Requests per place."""
+        return self.in_flight / max(1, self.parallel)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is known to take requests without being loaded first."""
+        return self.speed.load_seconds == 0
+
+
+class NodeNeeds(NamedTuple):
+    """What a request needs of a node. `prompt_tokens` is an estimate."""
+
+    prompt_tokens: int = 0
+    capabilities: frozenset[str] = frozenset()
+    fit_check: bool = True
+
+
+class ChosenNode(NamedTuple):
+    """The chosen node, its predicted time to first token, and the other nodes that could take the request."""
+
+    name: str
+    ttft_seconds: float
+    others: tuple[str, ...] = ()
+
+
+class NoNode(NamedTuple):
+    """No node takes the request now: the reason of each, and in how many seconds one may (None when unknown)."""
+
+    reasons: Mapping[str, str]
+    retry_in: float | None = None
+
+
+def choose(nodes: Sequence[NodeFacts], needs: NodeNeeds, draw: Callable[[], float]) -> ChosenNode | NoNode:
+    """The node for a request; `draw` returns random numbers from 0 to 1."""
+    reasons: dict[str, str] = {}
+    waits: list[float] = []
+    usable: list[NodeFacts] = []
+    for node in nodes:
+        if (why := _obstacle(node, needs)) is None:
+            usable.append(node)
+        else:
+            reasons[node.name], retry_in = why
+            if retry_in is not None:
+                waits.append(retry_in)
+    if not usable:
+        return NoNode(reasons, min(waits, default=None))
+    preferred = _bounded(_preferred(usable, needs))
+    scores = _scores(preferred, needs)
+    picked = min((_pick(scores, draw), _pick(scores, draw)), key=lambda index: preferred[index].load)
+    chosen = preferred[picked]
+    return ChosenNode(chosen.name, scores[picked], tuple(node.name for node in usable if node is not chosen))
+
+
+# --- filter -----------------------------------------------------------------------------------------------------------
+def _obstacle(node: NodeFacts, needs: NodeNeeds) -> tuple[str, float | None] | None:
+    """Why `node` cannot take the request, and for how many seconds."""
+    if node.excluded is not None:
+        return node.excluded, None
+    if not node.listed:
+        return "does not have the model", None
+    if node.capabilities is not None and (lacks := needs.capabilities.difference(node.capabilities)):
+        return f"cannot do {', '.join(sorted(lacks))}", None
+    if node.breaker_open_for is not None:
+        return f"breaker open for another {_seconds(node.breaker_open_for)}", node.breaker_open_for
+    if node.queue_full_for is not None:
+        return f"its queue is full for another {_seconds(node.queue_full_for)}", node.queue_full_for
+    if needs.fit_check and node.fits is False:
+        return f"cannot fit now: {node.fit_reason or 'not enough memory'}", node.fit_in
+    return None
+
+
+def _seconds(amount: float) -> str:
+    return f"{amount:.0f} s" if amount >= 1 else "a moment"
+
+
+def _preferred(usable: list[NodeFacts], needs: NodeNeeds) -> list[NodeFacts]:
+    """The nodes whose context holds the prompt and that are sound; the others only if there are none of these."""
+    wide = [node for node in usable if node.context_length is None or node.context_length > needs.prompt_tokens]
+    sound = [node for node in wide or usable if node.likely_failure is None]
+    return sound or wide or usable
+
+
+def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
+    """`nodes` without the loaded ones that have much more load than the mean, while another one has a free place.
+
+    A node with a free place for the request is never left out. The load of cold nodes is unknown: they compete by
+    their score only.
+    """
+    loaded = [node for node in nodes if node.is_loaded]
+    if all(node.load >= 1 for node in loaded):
+        return nodes
+    most = LOAD_BOUND * (sum(node.in_flight for node in loaded) + 1) / sum(max(1, node.parallel) for node in loaded)
+    return [node for node in nodes if node.load < 1 or not node.is_loaded or node.load <= most]
+
+
+# --- score and pick ---------------------------------------------------------------------------------------------------
+def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds) -> list[float]:
+    """The predicted time to first token on each node, in seconds. A node with a free place has no queue."""
+    speeds = [node.speed for node in nodes]
+    load = _median([speed.load_seconds for speed in speeds if speed.load_seconds], ASSUMED_LOAD_SECONDS)
+    queue = _median([speed.queue_seconds for speed in speeds if speed.queue_seconds is not None], 0.0)
+    rates = [speed.prefill_tokens_per_second for speed in speeds if speed.prefill_tokens_per_second]
+    rate = _median(rates, ASSUMED_TOKENS_PER_SECOND)
+    return [
+        (load if speed.load_seconds is None else speed.load_seconds)
+        + ((queue if node.load >= 1 else 0.0) if speed.queue_seconds is None else speed.queue_seconds)
+        + max(0, needs.prompt_tokens - node.cached_tokens) / (speed.prefill_tokens_per_second or rate)
+        for node, speed in zip(nodes, speeds, strict=True)
+    ]
+
+
+def _median(known: Sequence[float], otherwise: float) -> float:
+    return median(known) if known else otherwise
+
+
+def _pick(scores: Sequence[float], draw: Callable[[], float]) -> int:
+    """The index of a random score among those within the margin of the best; a better score is more likely.
+
+    Each score gets a random part of the margin, which depends on this score only: a node whose score improves is
+    picked with all the numbers with which it was picked before.
+    """
+    drawn = [score + draw() * (MARGIN_SECONDS + MARGIN_SHARE * score) for score in scores]
+    return drawn.index(min(drawn))

@@ -1,0 +1,102 @@
+"""Which node has the KV cache of which prefix blocks.
+
+A request that is sent to a node adds its blocks. That is an estimate: the node may have dropped its cache, and other
+gateways send requests too. The `kv` events of a node correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gateway.nodes.prefix_blocks import PrefixBlocks
+
+BLOCKS_PER_NODE = 8192
+"""Blocks that are remembered of one node."""
+MOST_BLOCKS = 500_000
+"""Blocks that are remembered of all nodes together, about 200 bytes of memory each."""
+MOST_NODES = 8
+"""Nodes that `best` returns, besides those that it is asked about."""
+
+
+class PrefixIndex:
+    """The blocks of each node, in the order of their last use, and the nodes of each block."""
+
+    def __init__(self, blocks_per_node: int = BLOCKS_PER_NODE, most_blocks: int = MOST_BLOCKS) -> None:
+        self._blocks_per_node = blocks_per_node
+        self._most_blocks = most_blocks
+        self._blocks: dict[str, dict[str, None]] = {}
+        self._holders: dict[str, dict[str, None]] = {}
+
+    # --- updates -----------------------------------------------------------------------------------------------------
+    def note(self, node: str, hashes: Iterable[str]) -> None:
+        """A prompt with these blocks is sent to `node`. Its last block is the first one to be forgotten again."""
+        self._add(node, reversed(tuple(hashes)))
+
+    def stored(self, node: str, hashes: Iterable[str]) -> None:
+        """`node` reports that it has stored sequences with these labels."""
+        self._add(node, hashes)
+
+    def removed(self, node: str, hashes: Iterable[str]) -> None:
+        """`node` reports that no stored sequence has these labels any more."""
+        blocks = self._blocks.get(node, {})
+        for hash in hashes:
+            if hash in blocks:
+                del blocks[hash]
+                self._release(node, hash)
+
+    def replace(self, node: str, hashes: Iterable[str]) -> None:
+        """`node` reports all of its labels."""
+        self.forget(node)
+        self._add(node, hashes)
+
+    def forget(self, node: str) -> None:
+        """`node` has left or lost its cache."""
+        for hash in self._blocks.pop(node, ()):
+            self._release(node, hash)
+
+    def _add(self, node: str, hashes: Iterable[str]) -> None:
+        blocks, holders = self._blocks.setdefault(node, {}), self._holders
+        for hash in hashes:
+            if hash in blocks:
+                del blocks[hash]  # moves to the end
+            else:
+                holders.setdefault(hash, {})[node] = None
+            blocks[hash] = None
+        most = min(self._blocks_per_node, max(1, self._most_blocks // len(self._blocks)))
+        while len(blocks) > most:
+            oldest = next(iter(blocks))
+            del blocks[oldest]
+            self._release(node, oldest)
+
+    def _release(self, node: str, hash: str) -> None:
+        holders = self._holders[hash]
+        del holders[node]
+        if not holders:
+            del self._holders[hash]
+
+    # --- queries -----------------------------------------------------------------------------------------------------
+    def longest(self, node: str, blocks: PrefixBlocks) -> int:
+        """The bytes of the longest beginning of a prompt that `node` has."""
+        known = self._blocks.get(node, {})
+        pairs = zip(reversed(blocks.hashes), reversed(blocks.end_bytes), strict=True)
+        return next((end for hash, end in pairs if hash in known), 0)
+
+    def best(self, blocks: PrefixBlocks, among: Iterable[str] = ()) -> dict[str, int]:
+        """The nodes with the longest beginnings of a prompt, and the bytes of these; the longest first.
+
+        Besides the best ones these are the nodes of `among`: a beginning that many nodes have is then credited to them.
+        """
+        found: dict[str, int] = {}
+        missing = dict.fromkeys(among)
+        holders = self._holders
+        for hash, end in zip(reversed(blocks.hashes), reversed(blocks.end_bytes), strict=True):
+            if (nodes := holders.get(hash)) is None:
+                continue
+            for node in [node for node in missing if node in nodes]:
+                del missing[node]
+                found.setdefault(node, end)
+            for node in reversed(nodes):
+                if len(found) >= MOST_NODES:
+                    break
+                found.setdefault(node, end)
+        return found

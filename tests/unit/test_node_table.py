@@ -1,0 +1,73 @@
+"""The table of nodes follows their reports, and a request considers few of them."""
+
+from __future__ import annotations
+
+import random
+
+from gateway.nodes.node_table import MOST_COLD, MOST_LOADED, NameSet, NodeTable
+from inference.protocol import ModelState, ModelStatus
+
+READY, COLD = ModelState.READY, ModelState.COLD
+
+
+def statuses(state: ModelState, *ids: str, in_flight: int = 0) -> dict[str, ModelStatus]:
+    return {id: ModelStatus(id, state, in_flight=in_flight) for id in ids}
+
+
+def test_updates_replace_what_a_node_reported_before() -> None:
+    table = NodeTable()
+    table.update("a", statuses(READY, "m", "n", in_flight=2))
+    table.update("b", cold := statuses(COLD, "m"))
+    assert (set(table.nodes), set(table.models)) == ({"a", "b"}, {"m", "n"})
+    assert (list(table.listed("m")), list(table.loaded("m")), table.in_flight("a")) == (["a", "b"], ["a"], 4)
+
+    table.update("b", cold)
+    table.update("a", statuses(COLD, "m", in_flight=1))
+    assert (list(table.loaded("m")), list(table.listed("n")), table.in_flight("a")) == ([], [], 1)
+    assert table.status("a", "n") is None
+    assert (status := table.status("a", "m")) is not None
+    assert status.state is COLD
+
+    table.update_model("b", ModelStatus("m", READY))
+    table.update_model("b", ModelStatus("m", ModelState.BUSY))
+    table.update_model("c", ModelStatus("m", COLD))
+    table.update_model("c", ModelStatus("m", ModelState.FAILED))
+    assert list(table.loaded("m")) == ["b"]
+
+
+def test_a_node_that_leaves_is_forgotten() -> None:
+    table = NodeTable()
+    table.update("a", statuses(READY, "m", in_flight=2))
+    table.update("b", statuses(READY, "m"))
+    table.update("c", statuses(COLD, "m"))
+    table.remove("a")
+    table.remove("c")
+    table.remove("unknown")
+    assert (list(table.nodes), list(table.listed("m")), list(table.loaded("m"))) == (["b"], ["b"], ["b"])
+    assert (table.in_flight("a"), dict(table.models_of("a"))) == (0, {})
+    assert table.nodes_for("m", random.Random(1).random) == ["b"]
+
+
+def test_a_request_considers_few_nodes() -> None:
+    table = NodeTable()
+    for number in range(200):
+        table.update(f"n{number}", statuses(READY if number < 100 else COLD, "m", "n"))
+    found = table.nodes_for("m", random.Random(1).random)
+    assert 5 < len(set(found)) == len(found) <= MOST_LOADED + MOST_COLD
+    assert table.nodes_for("unknown", random.Random(1).random) == []
+    for number in range(100):
+        table.update_model(f"n{number}", ModelStatus("n", COLD))
+    assert 0 < len(table.nodes_for("n", random.Random(1).random)) <= MOST_COLD
+
+
+def test_every_name_of_a_set_is_drawn() -> None:
+    names = NameSet()
+    for name in "abcdb":
+        names.add(name)
+    names.discard("a")
+    names.discard("a")
+    names.discard("d")
+    assert (len(names), sorted(names)) == (2, ["b", "c"])
+    chance = random.Random(1)
+    assert {names.sample(1, chance.random)[0] for _ in range(50)} == {"b", "c"}
+    assert names.sample(1, lambda: 1.0) != []
