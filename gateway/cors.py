@@ -13,6 +13,7 @@ from inference.protocol import (
     H_ATTEMPTS,
     H_DEVICE,
     H_MODEL,
+    H_NODE,
     H_OVERHEAD,
     H_REASON,
     H_REQUEST_ID,
@@ -33,7 +34,7 @@ ALLOWED_PREFIXES = ("anthropic-", "openai-", "x-headgate-", "x-stainless-")
 """Prefixes of further request headers that are allowed."""
 
 EXPOSED_HEADERS = (
-    H_REQUEST_ID, "request-id", H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE, "retry-after",
+    H_REQUEST_ID, "request-id", H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE, H_NODE, "retry-after",
     H_SHOULD_RETRY,
     *(f"x-ratelimit-{what}-{which}" for what in ("limit", "remaining", "reset") for which in ("requests", "tokens")),
 )  # fmt: skip

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,15 +18,21 @@ from gateway.access.admission import Admission
 from gateway.access.authentication import Keys
 from gateway.access.key_usage import Limiter
 from gateway.breaker.breaker_file import BreakerFile
-from gateway.breaker.breakers import Breakers
-from gateway.breaker.outcome import LOCAL, Failure, Scope
+from gateway.breaker.breakers import MAX_BREAKERS, Breakers
+from gateway.breaker.outcome import LOCAL, Failure, Scope, is_local, split_key
 from gateway.breaker.permits import BreakerState, Rule
-from gateway.breaker.prober import Prober
+from gateway.breaker.probe_schedule import Finding, Purpose
+from gateway.errors import RequestError
 from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
+from gateway.nodes.fleet import ONLY, Change, Fleet, Member
+from gateway.nodes.fleet_view import FleetView
+from gateway.nodes.membership import Membership
+from gateway.nodes.node import Node
 from gateway.providers import registry
-from gateway.providers.local.inference_snapshot import Events, InferenceView
+from gateway.providers.http_clients import make_local_session
+from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter as TokenCounter
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
@@ -37,6 +44,7 @@ from gateway.telemetry.traffic_counters import TrafficCounters
 from gateway.usage.usage_service import UsageService
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 from headgate.shared.traces import tracing
+from inference.protocol import Code
 
 if TYPE_CHECKING:
     from headgate.shared.traces.otlp_tracer import Tracer
@@ -45,6 +53,8 @@ log = logging.getLogger("gateway.runtime")
 
 NEEDS_RESTART = ("host", "port", "state")
 CLOSE_SECONDS = 5.0
+SWEEP_SECONDS = 1.0
+"""Time between two checks for nodes that have left."""
 
 FIRST_CONTACT_SECONDS = 10.0
 """How long after its start the gateway is unready while the inference service has not answered."""
@@ -66,12 +76,12 @@ class Source:
 class Observer(Protocol):
     """Gets what happens, for the dashboard."""
 
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """An event of the inference service."""
+    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
+        """An event of an inference service; the name of the only one is empty."""
         ...
 
-    def on_reachable(self, is_reachable: bool) -> None:
-        """The inference service became reachable, or does not answer any more."""
+    def on_reachable(self, node: str, is_reachable: bool) -> None:
+        """An inference service became reachable, or does not answer any more."""
         ...
 
     def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
@@ -94,7 +104,9 @@ class Runtime:
         self.keys = self._keys(config)
         self.usage = UsageService(state.root, config, self._use_stored_keys)
         self.telemetry = Telemetry()
-        self._breaker_file = BreakerFile(state, lambda: (LOCAL, *self.config.providers))
+        self._breaker_file = BreakerFile(
+            state, lambda: (*(node.key for node in self.fleet.nodes.values()), *self.config.providers)
+        )
         self.breakers = Breakers(
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
@@ -108,10 +120,12 @@ class Runtime:
         self.images = Images(config.images)
         self.is_draining = False
         self.tracer: Tracer | None = None
-        self.view: InferenceView
-        self.counter: TokenCounter
+        self.fleet = Fleet(self._make_node)
+        self.counter = TokenCounter(self.fleet.ask_about)
         self.gateway_state: GatewayState
-        self._registry: registry.Registry
+        self._membership: Membership
+        self._watching: asyncio.Task[None] | None = None
+        self._registry = registry.Registry({})
         self._first_contact_until = math.inf
         self._started_at = time.monotonic()
         self._number = 0
@@ -119,31 +133,18 @@ class Runtime:
         self._retired: list[tuple[int, Provider]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
-        self.prober = Prober(
-            self.breakers, lambda: self._registry.local, lambda: self.view.models, on_probe=self.telemetry.on_probe
-        )
 
     async def start(self) -> None:
         """Builds the providers and starts the background tasks; raises errors of invalid providers."""
         self.tracer = tracing.start("headgate-gateway", self._source.environ())
-        self._registry = await registry.build(self.config, self._token())
-        prober = self.prober
-        self.view = InferenceView(
-            self._registry.local.get_json,
-            on_return=self._on_return,
-            on_missing=prober.suspect,
-            on_ready=prober.probe_now,
-            on_reachable=self._on_reachable,
-        )
-        self._events = Events(lambda: self._registry.local, self)
-        self.counter = TokenCounter(self._registry.local.post_json)
-        self.gateway_state = self._make_state()
+        built = await registry.build(self.config)
+        self._membership = Membership(self.config.inference)
+        await self._membership.first()
+        self._use_members(self._membership, built, is_final=True)
         await self.usage.start()
-        self._spawn(self.view.run(), "inference-view")
         await self._breaker_file.load()
         self.breakers.restore()
-        self._spawn(self._events.run(), "events")
-        self._spawn(self.prober.run(), "prober")
+        self._watch_members()
         self._spawn(self._breaker_file.run(), "breaker-file")
         self._first_contact_until = time.monotonic() + FIRST_CONTACT_SECONDS
 
@@ -185,9 +186,24 @@ class Runtime:
         return time.monotonic() - self._started_at
 
     @property
+    def view(self) -> InferenceView | FleetView:
+        """The models of all inference services."""
+        return self.fleet.view
+
+    def node(self, name: str = "") -> Node:
+        """The node with this name; without a name the only one. Raises RequestError."""
+        nodes = self.fleet.nodes
+        found = next(iter(nodes.values())) if not name and len(nodes) == 1 else nodes.get(name)
+        if found is None:
+            what = f"unknown node {name[:100]!r}" if name else "a node is required"
+            raise RequestError(Code.INVALID_REQUEST, f"{what}; nodes: {', '.join(nodes) or 'none yet'}", param="node")
+        return found
+
+    @property
     def local(self) -> LocalProvider:
-        """The inference service that is configured now."""
-        return self._registry.local
+        """The only inference service, or the first of several; raises RequestError while none is known."""
+        nodes = self.fleet.nodes
+        return next(iter(nodes.values())).provider if nodes else self.node().provider
 
     def operator_headers(self) -> dict[str, str]:
         """Headers of requests to the inference service that change something, if that needs a key of its own."""
@@ -198,16 +214,6 @@ class Runtime:
         """Ends the streams of open dashboards, which do not end by themselves."""
         if self.observer is not None:
             self.observer.on_stop()
-
-    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Applies an event of the inference service; raises KeyError, TypeError or ValueError for a malformed one."""
-        self.view.apply(kind, data)
-        if self.observer is not None:
-            self.observer.on_event(kind, data)
-
-    def poll_soon(self) -> None:
-        """Events of the inference service were lost."""
-        self.view.poll_soon()
 
     def join(self) -> int:
         """Keeps the current providers open, also after a reload, until `leave` is called with the returned number."""
@@ -230,15 +236,15 @@ class Runtime:
         async with self._reloading:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
             keys = self._keys(config)
-            built = await registry.build(config, self._token(), self._registry)
+            built = await registry.build(config, self._registry)
+            is_new_fleet = config.inference != self.config.inference
+            membership = Membership(config.inference) if is_new_fleet else self._membership
+            if is_new_fleet:
+                await membership.first()
             changed = configuration.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
-            gone = self._registry.gone(built)
-            if built.local is not self._registry.local:
-                self.view.use(built.local.get_json)
-                self.counter = TokenCounter(built.local.post_json)
             changed_providers = _changed_providers(self.config, config)
-            self.config, self.keys, self._registry = config, keys, built
+            self.config, self.keys = config, keys
             self.breakers.set_rule(_rule(config.breaker))
             for name in changed_providers:
                 self.breakers.forget(name)
@@ -246,40 +252,93 @@ class Runtime:
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
             self.usage.apply(config)
-            self.gateway_state = self._make_state()
-            self._retired += [(self._number, provider) for provider in gone]
-            self._number += 1
-            self._close_retired()
+            self._use_members(membership, built, is_final=is_new_fleet)
+            if membership is not self._membership:
+                self._membership = membership
+                self._watch_members()
         for line in changed or ["nothing changed"]:
             log.info("reload: %s", line)
         return {"changed": changed, "needs_restart": restart}
+
+    # --- inference services ------------------------------------------------------------------------------------------
+    def _make_node(self, name: str, member: Member) -> Node:
+        provider = LocalProvider(member.url, member.token, make_local_session())
+        return Node(name, member.url, provider, self.breakers, self, partial(self._on_probe, name))
+
+    def _use_members(self, membership: Membership, clouds: registry.Registry, *, is_final: bool) -> None:
+        """Uses the nodes of `membership`. Requests that run keep those that they began with."""
+        inference, token = self.config.inference, self._token()
+        urls = membership.urls if inference.nodes else {ONLY: inference.url}
+        members = {name: Member(url, token) for name, url in urls.items()}
+        self._use(self.fleet.use(members, is_final=is_final), clouds)
+
+    def _use(self, change: Change, clouds: registry.Registry) -> None:
+        """Uses the nodes after `change`, and these clouds."""
+        before, nodes = self._registry, self.fleet.nodes
+        self._registry = clouds.with_nodes({node.key: node.provider for node in nodes.values()})
+        for node in change.removed:
+            self.breakers.forget(node.key)
+        self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
+        self.gateway_state = GatewayState(
+            self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
+            self.breakers.generation, nodes,
+        )  # fmt: skip
+        for node in change.added:
+            node.start(self._spawn)
+        self._retired += [(self._number, provider) for provider in before.gone(self._registry)]
+        self._number += 1
+        self._close_retired()
+
+    def _watch_members(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = None if self._membership.is_fixed else self._spawn(self._run_membership(), "membership")
+
+    async def _run_membership(self) -> None:
+        """Follows the sources of nodes, and removes nodes that have left and are silent."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._membership.run(self._on_membership))
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                if (change := self.fleet.sweep()).removed:
+                    self._use(change, self._registry)
+
+    def _on_membership(self) -> None:
+        self._use_members(self._membership, self._registry, is_final=False)
+
+    def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
+        """See `NodeObserver`."""
+        if self.observer is not None:
+            self.observer.on_event(node.name, kind, data)
+
+    def on_reachable(self, node: Node, is_reachable: bool) -> None:
+        """See `NodeObserver`."""
+        if self.observer is not None:
+            self.observer.on_reachable(node.name, is_reachable)
+
+    def on_models(self, node: Node) -> None:
+        """See `NodeObserver`."""
+        self.fleet.note_change(node)
+
+    def _node_of(self, key: str) -> Node | None:
+        """The node whose breakers have this key."""
+        return self.fleet.nodes.get(split_key(key)[1]) if is_local(key) else None
 
     def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
         if self.observer is not None:
             self.observer.on_breaker(provider, model, state)
-        if provider == LOCAL:
-            self.prober.on_state(model, state)
-        if (provider, model, state) == (LOCAL, "", BreakerState.OPEN):
-            self.view.poll_soon()
-
-    def _on_return(self) -> None:
-        self.prober.probe_now()
-        self._events.retry()
-
-    def _on_reachable(self, is_reachable: bool) -> None:
-        if self.observer is not None:
-            self.observer.on_reachable(is_reachable)
+        if (node := self._node_of(provider)) is not None:
+            node.prober.on_state(model, state)
+            if not model and state is BreakerState.OPEN:
+                node.view.poll_soon()
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:
-        if provider == LOCAL and failure.scope is Scope.PROVIDER:
-            self.prober.suspect()
+        if failure.scope is Scope.PROVIDER and (node := self._node_of(provider)) is not None:
+            node.prober.suspect()
 
-    def _make_state(self) -> GatewayState:
-        return GatewayState(
-            self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
-            self.breakers.generation,
-        )  # fmt: skip
+    def _on_probe(self, node: str, purpose: Purpose, finding: Finding) -> None:
+        self.telemetry.probes.labels(node, purpose, finding).inc()
 
     def _keys(self, config: GatewayConfig) -> Keys:
         one_tenant = config.share_prefixes == "all"
@@ -311,10 +370,11 @@ class Runtime:
         for _, provider in idle:
             self._spawn(_close(provider), f"close {provider.name}")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -333,9 +393,8 @@ async def _close(provider: Provider) -> None:
 
 
 def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """Providers that were removed or have a new address or key: their breakers are reset."""
-    changed = [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
-    return changed if new.inference == old.inference else [*changed, LOCAL]
+    """Clouds that were removed or have a new address or key: their breakers are reset."""
+    return [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

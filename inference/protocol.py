@@ -32,6 +32,8 @@ H_DEADLINE = "x-headgate-deadline-ms"
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"
 """How long the worker may hold back text of a stream to send larger pieces, in milliseconds."""
 H_SHOULD_RETRY = "x-should-retry"
+H_NODE = "x-headgate-node"
+"""The node that answered, where the gateway has several inference services."""
 H_DEVICE = "x-headgate-device"
 """The devices that computed a local answer, comma-separated; a stream that has already begun gets a comment instead."""
 

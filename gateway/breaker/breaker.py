@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gateway.breaker.outcome import LOCAL, Failure
+from gateway.breaker.outcome import Failure, is_local, split_key
 from gateway.breaker.permits import (
     CLOSED,
     HALF_OPEN,
@@ -42,7 +42,7 @@ OnState = Callable[[str, str, BreakerState | None], None]
 
 
 class Breaker:
-    """The breaker of a provider, or of a pair where `model` is not empty."""
+    """The breaker of a provider, or of a pair where `model` is not empty. `provider` is a key, see `provider_key`."""
 
     def __init__(
         self, provider: str, model: str, rule: Rule, clock: Clock, on_state: OnState, storage: BreakerStorage
@@ -56,7 +56,8 @@ class Breaker:
         """Whether the last failure was a refusal of memory by the inference service."""
         self.source: str | None = None
         self.is_retired = False
-        self.silence = None if provider == LOCAL else SilenceDetector(is_model=bool(model))
+        self.is_local = is_local(provider)
+        self.silence = None if self.is_local else SilenceDetector(is_model=bool(model))
         """For clouds only: the inference service is probed, and reports when it is busy."""
         self.cancel_when_down: set[Callable[[], None]] = set()
         """Callbacks of attempts that have no answer yet and another candidate; called when probes open this breaker."""
@@ -151,7 +152,7 @@ class Breaker:
 
     def _retry_in(self, seconds: float) -> float:
         """Seconds until a new try is useful: probes may end the open period of the inference service early."""
-        return min(seconds, MAX_PACE_SECONDS) if self.provider == LOCAL and not self.model else seconds
+        return min(seconds, MAX_PACE_SECONDS) if self.is_local and not self.model else seconds
 
     def _is_silent(self, silence: SilenceDetector, now: float) -> bool:
         """Whether silent attempts, counted as failures, would open this closed breaker."""
@@ -185,7 +186,7 @@ class Breaker:
             self.silence.clear()  # the rest of the answer gets a new permit
         self._record_success(permit)
         # one failure does not undo the recovery of the inference service: it is probed, and its answers are resumed
-        return self._permits.renew(permit, on_trial=self.provider != LOCAL)
+        return self._permits.renew(permit, on_trial=not self.is_local)
 
     def _counts(self, permit: Permit) -> bool:
         """Whether a result under `permit` counts in the current epoch."""
@@ -296,9 +297,11 @@ class Breaker:
         now, state = self._clock(), self.state
         counts = self._window.counts
         remaining = max(0.0, self.storage.open_until - now) if state is OPEN else None
+        provider, node = split_key(self.provider)
         return {
             "name": self.name,
-            "provider": self.provider,
+            "provider": provider,
+            "node": node,
             "model": self.model or None,
             "state": state.label,
             "value": int(state),

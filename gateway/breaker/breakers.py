@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.breaker.breaker import Breaker, Clock, OnState
-from gateway.breaker.outcome import LOCAL, Failure, Ignore, Scope, Success, Verdict
+from gateway.breaker.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.breaker.permits import CLOSED, BreakerState, Permit, Refused, Rule
 from gateway.breaker.silence import StreamActivity
 from gateway.breaker.state_machine import BreakerStore
@@ -60,7 +60,7 @@ class Lease:
         The inference service sends it while a model loads, which may take minutes: it proves the service itself.
         """
         for held in () if self._is_settled else self._held:
-            if held.permit.is_probe and held.breaker.name == LOCAL:
+            if held.permit.is_probe and held.breaker.is_local and not held.breaker.model:
                 held.confirm_probe()
             elif held.breaker.silence is not None:
                 held.breaker.silence.first_byte(held.permit.number, self._breakers.clock(), activity)
@@ -130,7 +130,7 @@ class Breakers:
     ) -> None:
         self.on_failure = on_failure
         self._rule = rule
-        self._max_breakers = max_breakers
+        self.max_breakers = max_breakers
         self.clock = clock
         self._on_state = on_state
         self._store = BreakerStore() if store is None else store
@@ -158,7 +158,7 @@ class Breakers:
         key = (provider, model)
         breaker = self._breakers.get(key)
         if breaker is None:
-            if len(self._breakers) >= self._max_breakers:
+            if len(self._breakers) >= self.max_breakers:
                 self._make_room()
             storage = self._store.storage(provider, model)
             breaker = self._breakers[key] = Breaker(provider, model, self._rule, self.clock, self._on_state, storage)

@@ -18,6 +18,22 @@ LOCAL = "local"
 """The provider name of the inference service."""
 
 
+def provider_key(node: str) -> str:
+    """The key of a node's client, breakers and skips: `local@NODE`, or `local` for the only service (no name)."""
+    return f"{LOCAL}@{node}" if node else LOCAL
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Provider and node of a key; the node is empty for clouds and for the only service."""
+    provider, _, node = key.partition("@")
+    return provider, node
+
+
+def is_local(key: str) -> bool:
+    """Whether the key is that of an inference service."""
+    return key.partition("@")[0] == LOCAL
+
+
 MAX_RETRY_AFTER_SECONDS = 3600.0
 """A longer Retry-After is cut to this: a mistake of a provider must not open its breaker for a day."""
 
@@ -223,6 +239,14 @@ _BY_STATUS: Mapping[int, Scope | Reason] = {
     425: Scope.PAIR,
     429: Scope.PAIR,
 }
+
+
+_NODE_SPECIFIC = frozenset({Reason.NOT_FOUND, Reason.QUEUE_FULL, Reason.MISCONFIGURED})
+
+
+def is_node_specific(verdict: Verdict) -> bool:
+    """Whether another inference service may answer the request although one did not."""
+    return isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.reason in _NODE_SPECIFIC)
 
 
 def needs_operator(verdict: Verdict, seen: Observation) -> bool:

@@ -42,7 +42,9 @@ class Service(Protocol):
 
 
 class Prober:
-    """All probes of one gateway. `models` returns the models that the service has listed: no others are probed."""
+    """The probes of one service, whose breakers have the key `provider`. `models` returns the models that it has
+    listed: no others are probed.
+    """
 
     def __init__(
         self,
@@ -51,25 +53,27 @@ class Prober:
         models: Callable[[], Mapping[str, ModelStatus]],
         clock: Clock = time.monotonic,
         on_probe: OnProbe = lambda *_: None,
+        provider: str = LOCAL,
     ) -> None:
         self._breakers = breakers
         self._service = service
         self._models = models
         self._clock = clock
         self._on_probe = on_probe
+        self._provider = provider
         self._watches: dict[str, Watch] = {}
         self._changed = asyncio.Event()
 
     def suspect(self) -> None:
         """The service itself failed a request: probes confirm or refute that it is down."""
-        if self._breakers.breaker(LOCAL).state is BreakerState.CLOSED:
+        if self._breakers.breaker(self._provider).state is BreakerState.CLOSED:
             self._watches[""] = probe_schedule.suspected(self._watches.get("", Watch()), self._clock())
             self._changed.set()
 
     def on_state(self, model: str, state: BreakerState | None) -> None:
         """A breaker of the service changed its state, or was removed (None)."""
         if state is BreakerState.OPEN:
-            needs_memory = bool(model) and self._breakers.breaker(LOCAL, model).needs_memory
+            needs_memory = bool(model) and self._breakers.breaker(self._provider, model).needs_memory
             watch = self._watches.get(model, Watch())
             self._watches[model] = probe_schedule.opened(watch, self._clock(), needs_memory)
         elif state is not BreakerState.HALF_OPEN:
@@ -85,7 +89,7 @@ class Prober:
     def next(self) -> Step | None:
         """The next probe and its time; None when none is needed."""
         known = self._models() if self._watches else {}
-        breakers = self._breakers.by_model(LOCAL)
+        breakers = self._breakers.by_model(self._provider)
         watches = {model: watch for model, watch in self._watches.items() if not model or model in known}
         return probe_schedule.choose(watches, {model: breakers[model].state for model in watches if model in breakers})
 
@@ -103,14 +107,14 @@ class Prober:
             try:
                 await self.probe(step)
             except Exception:
-                log.exception("internal error in a probe of %s", step.model or LOCAL)
+                log.exception("internal error in a probe of %s", step.model or self._provider)
                 await asyncio.sleep(GRACE_SECONDS)
 
     async def probe(self, step: Step) -> None:
         """Make one probe, under a permit that excludes other probes, and record the finding."""
-        breaker = self._breakers.breaker(LOCAL, step.model)
+        breaker = self._breakers.breaker(self._provider, step.model)
         expires = self._clock() + TIMEOUT_SECONDS[step.kind] + GRACE_SECONDS
-        service = self._breakers.breaker(LOCAL)
+        service = self._breakers.breaker(self._provider)
         outer = service.acquire(expires) if step.model and service.state is not BreakerState.CLOSED else None
         if isinstance(outer, Refused):
             self._note(step, Finding.UNKNOWN)  # a request of a user is the probe of the service

@@ -68,6 +68,7 @@ def health_router(runtime: Runtime) -> APIRouter:
             "status": status,
             "inference": {
                 "url": runtime.config.inference.url,
+                "nodes": {node.name: node.view.reachable for node in runtime.fleet.nodes.values() if node.name},
                 "reachable": reachable,
                 "models": {name: str(model.state) for name, model in runtime.view.models.items()},
             },

@@ -294,6 +294,7 @@ class Generation(RequestApp):
         candidate, exchange, record = runner.answered_by, job.exchange, job.record
         assert candidate is not None, "a candidate answered"
         exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, runner.device
+        exchange.node = candidate.node
         exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
@@ -360,7 +361,7 @@ def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
     """
     view, routes = runtime.view, runtime.config.routes
     found = chain.find_route(model, routes, view.aliases)
-    if found is None or found.route != "*" or found.model in view.models or not view.is_fresh:
+    if found is None or found.route != "*" or found.model in view.models or not view.is_complete:
         return found
     only = (f"{LOCAL}/*", f"{LOCAL}/{SMALLER}")
     return None if all(entry in only for entry in routes["*"].chain) else found

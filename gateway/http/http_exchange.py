@@ -24,6 +24,7 @@ from inference.protocol import (
     H_ATTEMPTS,
     H_DEVICE,
     H_MODEL,
+    H_NODE,
     H_OVERHEAD,
     H_REASON,
     H_REQUEST_ID,
@@ -67,6 +68,7 @@ class Exchange:
     attempts: int = 0
     reason: str = "none"
     device: str | None = None
+    node: str = ""
     limits: tuple[tuple[str, str], ...] = ()
     """Rate-limit headers of the key."""
     waited_seconds: float = 0.0
@@ -98,6 +100,8 @@ class Exchange:
             lines += f"{name}: {_header_value(value)}\r\n"
         if self.device is not None:
             lines += f"{H_DEVICE}: {_header_value(self.device)}\r\n"
+        if self.node:
+            lines += f"{H_NODE}: {self.node}\r\n"
         if self.is_messages:
             lines += f"{_MESSAGES_ID}: {self.request_id}\r\n"
         return lines.encode("ascii") + self.policy_lines

@@ -1,4 +1,4 @@
-"""Creates the configured providers; a reload keeps unchanged ones."""
+"""The providers in use. Clouds are created from the configuration, and a reload keeps unchanged ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.breaker.outcome import LOCAL
-from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.breaker.outcome import is_local
+from gateway.providers.http_clients import make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.settings import GatewayConfig, ProviderSettings
@@ -27,24 +27,22 @@ _SDKS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The providers by name; configured providers without an API key are missing.
+    """The providers by key: clouds by name, inference services by `provider_key`. Clouds without a key are missing.
 
-    `_made_from` holds the settings of each provider, so that a reload keeps the connections of unchanged ones.
+    `_made_from` holds the settings of each cloud, so that a reload keeps the connections of unchanged ones.
     """
 
     providers: Mapping[str, Provider]
     _made_from: Mapping[str, Any] = field(default_factory=dict)
 
-    def get(self, name: str) -> Provider | None:
+    def get(self, key: str) -> Provider | None:
         """The provider, or None when it is absent."""
-        return self.providers.get(name)
+        return self.providers.get(key)
 
-    @property
-    def local(self) -> LocalProvider:
-        """The inference service."""
-        provider = self.providers[LOCAL]
-        assert isinstance(provider, LocalProvider)
-        return provider
+    def with_nodes(self, nodes: Mapping[str, LocalProvider]) -> Registry:
+        """The same clouds with these inference services."""
+        clouds = {key: provider for key, provider in self.providers.items() if not is_local(key)}
+        return replace(self, providers={**nodes, **clouds})
 
     def gone(self, newer: Registry) -> list[Provider]:
         """Providers of this registry that `newer` no longer uses."""
@@ -52,17 +50,13 @@ class Registry:
         return [provider for provider in self.providers.values() if id(provider) not in kept]
 
 
-async def build(config: GatewayConfig, token: str | None, old: Registry | None = None) -> Registry:
-    """The providers of `config`; one without an API key is left out with a log line.
+async def build(config: GatewayConfig, old: Registry | None = None) -> Registry:
+    """The clouds of `config`; one without an API key is left out with a log line.
 
     SDKs are imported in a thread, because that takes seconds.
     """
     providers: dict[str, Provider] = {}
-    made_from: dict[str, Any] = {LOCAL: (config.inference.url, token)}
-    if old is not None and old._made_from.get(LOCAL) == made_from[LOCAL]:
-        providers[LOCAL] = old.providers[LOCAL]
-    else:
-        providers[LOCAL] = LocalProvider(config.inference.url, token, make_local_session())
+    made_from: dict[str, Any] = {}
     for name, settings in config.providers.items():
         if (variable := unset_name(settings.api_key)) is not None or not settings.api_key:
             reason = f"{variable} is not set" if variable else "its api_key is empty"

@@ -50,11 +50,16 @@ class Attempt:
         last: bool,
         budget: Budget | None = None,
         body: AnyRequest | None = None,
+        *,
+        other_node: bool = False,
     ) -> None:
-        """`budget` and `body` replace those of the request. `last`: no other candidate is left."""
+        """`budget` and `body` replace those of the request. `last`: no other candidate is left. `other_node`: another
+        node could answer instead.
+        """
         self.candidate = candidate
         self.provider = provider
         self.last = last
+        self._is_replaceable = other_node or not last
         self._state = state
         self._lease = lease
         self.began = time.monotonic()
@@ -75,7 +80,7 @@ class Attempt:
 
     async def begin(self) -> None:
         """Opens the stream and waits for its first byte."""
-        if self.last:
+        if not self._is_replaceable:
             await self.reader.open()
         else:
             with self._lease.cancelled_when_down(self.reader.abort):
@@ -124,7 +129,9 @@ class Attempt:
         message = without_quotes(message, self.call.body)
         self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
-        state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
+        state.gateway.telemetry.attempts(
+            candidate.provider, candidate.node, state.model_label(candidate), outcome
+        ).inc()
         if self.reader.usage is None:
             state.record.pieces += self.reader.pieces
         else:
@@ -138,13 +145,14 @@ class Attempt:
                 self.call.restored,
                 round(self.began - state.began, 6),
                 self._span,
+                candidate.node,
             )
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = needs_operator(verdict, observation)
             level = logging.ERROR if misconfigured else logging.WARNING
             hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
-            log.log(level, "request %s: %s: %s%s", state.record.id, candidate.name, message, hint)
+            log.log(level, "request %s: %s: %s%s", state.record.id, candidate.place, message, hint)
         return verdict
 
     def settle_error(self, error: BaseException) -> tuple[Verdict, Observation, str]:
@@ -165,7 +173,7 @@ class Attempt:
         if isinstance(error, asyncio.CancelledError):
             return Observation(self._state.cancel_reason()), "cancelled"
         log.error(
-            "request %s: the attempt at %s failed: defect in the gateway", self._state.record.id, self.candidate.name,
+            "request %s: the attempt at %s failed: defect in the gateway", self._state.record.id, self.candidate.place,
             exc_info=error,
         )  # fmt: skip
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"

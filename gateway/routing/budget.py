@@ -111,6 +111,11 @@ class Budget(NamedTuple):
             return f"the client's own timeout of {self.limits.client_silence:g} s"
         return f"the {self.limits.total:g} s that a request has (deadlines.total)"
 
+    @property
+    def attempts_left(self) -> int:
+        """How many more attempts may start."""
+        return self.limits.attempts - self.attempts
+
     def allows_attempt(self, now: float) -> bool:
         """Whether one more attempt may start."""
         return self.attempts < self.limits.attempts and now < self.commit_by

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
+from gateway.nodes.node_selection import NodeSelection, NoNode
 from gateway.providers.local.candidate_facts import UNKNOWN, Facts, Speed, queue_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.routing import candidate_checks as checks
@@ -62,6 +63,13 @@ class CandidateFilter:
         self._requirements = Requirements(request.needs, record.cloud_allowed, policy.route.fit_check)
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}
+        self.nodes: NodeSelection | None = None
+        """The choice of a node where there are several."""
+        if gateway.fleet_view is not None:
+            self.nodes = NodeSelection(
+                gateway.nodes, gateway.fleet_view.nodes_with, gateway.breakers, request.needs, priority,
+                fit_check=policy.route.fit_check,
+            )  # fmt: skip
 
     def select(self) -> Selection:
         """The candidates in order, without those that facts or policy rule out; fills the explain record."""
@@ -75,25 +83,26 @@ class CandidateFilter:
 
     def facts(self, candidate: Candidate) -> Facts:
         """The current facts about `candidate`."""
-        gateway, request, provider_name, model = self._gateway, self._request, candidate.provider, candidate.model
-        breakers, provider = gateway.breakers, gateway.registry.get(provider_name)
-        is_present = provider is not None
+        gateway, request, model = self._gateway, self._request, candidate.model
+        provider = gateway.provider_of(candidate)
+        is_present = provider is not None or candidate.is_local
         if candidate.is_rule:
-            return self._facts_of_rule(breakers.open_for(provider_name, ""))
+            return self._facts_of_rule(gateway.open_for(candidate, ""))
         unsupported = (
             ALL_TAKEN if provider is None else provider.unsupported_params(request.endpoint, request.body, model)
         )
         is_equal = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
         same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._token_ids
-        breaker_open_for = breakers.open_for(provider_name, model)
-        queue_full_for = breakers.skipped_for(provider_name, model, self._priority)
-        status = gateway.view.models.get(model) if candidate.is_local else None
+        breaker_open_for = gateway.open_for(candidate, model)
+        queue_full_for = gateway.skipped_for(candidate, self._priority)
+        view = gateway.view_of(candidate)
+        status = view.models.get(model) if candidate.is_local else None
         if status is None:
             return Facts(is_present, breaker_open_for, queue_full_for, None, unsupported, same_vectors, foreign_ids)
         return Facts(
             is_present, breaker_open_for, queue_full_for, status.capabilities or None, unsupported,
             same_vectors, foreign_ids, status.context_length or None, self._speed(candidate, status), status.fits,
-            status.reason, status.retry_after_seconds, gateway.view.likely_failure(model),
+            status.reason, status.retry_after_seconds, view.likely_failure(model),
         )  # fmt: skip
 
     def _known(self, candidate: Candidate) -> Facts:
@@ -127,6 +136,18 @@ class CandidateFilter:
             return max(too_long, key=lambda one: (one.details or {}).get("context_length") or 0)
         why = "; ".join(reasons) or "the inference service lists no other chat model"
         return Dropped(candidate, Drop.NO_CHOICE, f"no other local model is ready or fits now: {why}")
+
+    def placed(self, candidate: Candidate) -> Candidate | Dropped:
+        """`candidate` on the node that takes the request now, if there are several nodes; the reason if none does."""
+        if self.nodes is None or not candidate.is_local:
+            return candidate
+        node = self.nodes.choose(candidate.model)
+        if isinstance(node, NoNode):
+            return Dropped(candidate, Drop.NO_NODE, node.message, node.retry_in)
+        candidate = replace(candidate, node=node)
+        if candidate.position < len(self._considered):
+            self._considered[candidate.position] = Considered(self.facts(candidate))
+        return candidate
 
     def _others(self) -> tuple[ModelStatus, ...]:
         """The models that `local/smaller` may stand for at some time; none for embeddings and scores."""
@@ -179,7 +200,7 @@ class CandidateFilter:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` would take a new request; 0 when unknown."""
-        status = self._gateway.view.models.get(candidate.model) if candidate.is_local else None
+        status = self._gateway.view_of(candidate).models.get(candidate.model) if candidate.is_local else None
         return 0.0 if status is None else self._speed(candidate, status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
@@ -262,7 +283,7 @@ class CandidateFilter:
         return Prediction.of(self._known(candidate).speed, tokens)
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
-        outstanding = self._gateway.breakers.outstanding(candidate.provider, candidate.model)
+        outstanding = self._gateway.breakers.outstanding(candidate.provider_key, candidate.model)
         queue = queue_seconds(
             status.queue_seconds, outstanding, status.parallel, status.answer_seconds, first=self._is_first
         )

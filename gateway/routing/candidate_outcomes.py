@@ -86,6 +86,10 @@ class CandidateOutcomes:
         """Records an attempt without an answer."""
         self._all.append(outcome)
 
+    def has_failed(self, candidate: Candidate) -> bool:
+        """Whether an attempt of the candidate has failed."""
+        return any(outcome.candidate == candidate and outcome.drop is None for outcome in self._all)
+
     @property
     def first(self) -> CandidateOutcome:
         """The outcome of the earliest candidate in the chain; exists where a later candidate answered."""
@@ -180,7 +184,7 @@ def no_answer(
     `time_spent` is the limit that passed, None while time is left. `is_retry`: the client has retried before, and gets
     `x-should-retry: false`.
     """
-    each = "; ".join(f"{outcome.candidate.name}: {outcome.message}" for outcome in outcomes)
+    each = "; ".join(f"{outcome.candidate.place}: {outcome.message}" for outcome in outcomes)
     drops = {outcome.drop for outcome in outcomes}
     if Drop.CAPABILITY in drops and drops <= {Drop.CAPABILITY, Drop.ABSENT, Drop.POLICY}:
         param = next((outcome.param for outcome in outcomes if outcome.param is not None), None)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.breaker.outcome import LOCAL, Ignore, Next, Reason
+from gateway.breaker.outcome import LOCAL, Ignore, Next, Reason, provider_key
 from gateway.providers.local.candidate_facts import Facts
 from inference.protocol import Tier
 
@@ -23,7 +23,9 @@ SMALLER = "smaller"
 class Candidate:
     """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stands for the model.
 
-    `is_rule`: it stands for a model that is chosen when its turn comes (`local/smaller`).
+    `is_rule`: it stands for a model that is chosen when its turn comes (`local/smaller`). `node`: where the inference
+    service runs that an attempt uses; empty where there is only one, or while it is not chosen. A candidate on one node
+    equals the same candidate on another.
     All requests of a route share the objects, so derived values are cached.
     """
 
@@ -32,6 +34,17 @@ class Candidate:
     position: int
     named: bool = True
     is_rule: bool = False
+    node: str = field(default="", compare=False)
+
+    @functools.cached_property
+    def provider_key(self) -> str:
+        """The key of its provider and breakers."""
+        return provider_key(self.node) if self.node else self.provider
+
+    @property
+    def place(self) -> str:
+        """PROVIDER/MODEL, and the node if there are several."""
+        return f"{self.name} on {self.node}" if self.node else self.name
 
     @functools.cached_property
     def name(self) -> str:
@@ -74,6 +87,8 @@ class Drop(StrEnum):
     HELD = "held"
     NO_CHOICE = "no_smaller"
     """no model that `local/smaller` may stand for can answer now"""
+    NO_NODE = "no_node"
+    """none of several inference services can take it now"""
     NO_FIT = "cannot_fit"
     BUDGET = "budget_spent"
     UNHEALTHY = "unhealthy"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Lease
-from gateway.breaker.outcome import End, Ignore, Next, Observation, Verdict
+from gateway.breaker.outcome import End, Ignore, Next, Observation, Verdict, is_node_specific
 from gateway.breaker.permits import Refused
 from gateway.errors import GatewayError, PassedOnError
 from gateway.providers.provider import AnswersWhole, Provider
@@ -72,7 +72,7 @@ class ChainRunner:
             cloud_allowed=context.cloud_allowed, priority=context.priority,
         )  # fmt: skip
         self._outcomes = CandidateOutcomes(record)
-        self._waiting: Collection[Candidate] = ()
+        self._waiting: deque[Candidate] = deque()
         self._out_of_time = False
         self.upstream_seconds = 0.0
         self.answered_by: Candidate | None = None
@@ -168,7 +168,7 @@ class ChainRunner:
     async def _first(self, work: Callable[[Attempt], Awaitable[T]]) -> T:
         """The result of `work` for the first candidate that succeeds; raises GatewayError when none does."""
         state, outcomes = self._state, self._outcomes
-        now = state.loop.time
+        now, nodes = state.loop.time, self._filter.nodes
         waiting = self._waiting = deque(self._select().kept)
         while waiting:
             candidate = waiting.popleft()
@@ -179,7 +179,10 @@ class ChainRunner:
                 continue
             settled = await self._settled(candidate)
             if isinstance(settled, Dropped):
-                outcomes.drop(settled)
+                if settled.drop is Drop.NO_NODE and outcomes.has_failed(candidate):
+                    self._record.dropped[candidate.name] = f"{settled.drop}: {settled.message}"
+                else:
+                    outcomes.drop(settled)
                 continue
             candidate = settled
             if self._filter.may_change(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
@@ -189,11 +192,19 @@ class ChainRunner:
                 else:
                     outcomes.drop(verdict)
                 continue
-            provider = state.gateway.registry.get(candidate.provider)
+            provider = state.gateway.provider_of(candidate)
             assert provider is not None, "the filter drops absent providers"
-            lease = state.acquire(candidate, forced=not waiting or outcomes.is_deferred(candidate))
+            other_node = nodes is not None and nodes.has_other
+            forced = not other_node and (not waiting or outcomes.is_deferred(candidate))
+            lease = state.acquire(candidate, forced=forced)
             if isinstance(lease, Refused):
-                if lease.recovering or lease.silent:
+                if nodes is not None and other_node:
+                    if lease.recovering:
+                        nodes.avoid(candidate.node)
+                    else:
+                        nodes.exclude(candidate.node, candidate.model, f"breaker {lease.by} is open")
+                    waiting.appendleft(candidate)
+                elif lease.recovering or lease.silent:
                     drop, why = _SILENT if lease.silent else _RECOVERING
                     outcomes.defer(Dropped(candidate, drop, f"{lease.by} {why}"))
                     waiting.append(candidate)
@@ -204,7 +215,7 @@ class ChainRunner:
             state.budget = state.budget.spend()
             last = not waiting or not state.budget.allows_attempt(now())
             outcomes.start(candidate)
-            result = await self._try(candidate, provider, lease, last, work)
+            result = await self._try(candidate, provider, lease, last, other_node, work)
             if result is not None:
                 return result
         raise self._no_answer()
@@ -219,13 +230,13 @@ class ChainRunner:
         return chain
 
     async def _settled(self, candidate: Candidate) -> Candidate | Dropped:
-        """`candidate`, or the model that it stands for now; the reason if there is none."""
+        """`candidate` with the model that it stands for now and the node; the reason if there is none."""
         if not candidate.is_rule:
-            return candidate
+            return self._filter.placed(candidate)
         began = time.monotonic()
         settled = await self._filter.settled(candidate, self._state.budget)
         self.upstream_seconds += time.monotonic() - began
-        return settled
+        return settled if isinstance(settled, Dropped) else self._filter.placed(settled)
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """Why `candidate` is not tried now; None when it is. No candidate is deferred twice."""
@@ -241,11 +252,12 @@ class ChainRunner:
         provider: Provider,
         lease: Lease,
         last: bool,
+        other_node: bool,
         work: Callable[[Attempt], Awaitable[T]],
     ) -> T | None:
         """The result of `work` for one candidate; None when the next one is to be tried."""
         try:
-            attempt = Attempt(self._state, candidate, provider, lease, last)
+            attempt = Attempt(self._state, candidate, provider, lease, last, other_node=other_node)
         except BaseException:
             lease.release()
             raise
@@ -281,10 +293,15 @@ class ChainRunner:
             self._record.reason = outcome_name(verdict, observation)
             raise outcome from error
         self._outcomes.fail(outcome)
+        if self._filter.nodes is not None and candidate.is_local:
+            self._filter.nodes.failed(candidate.node, candidate.model, verdict, outcome.name)
+            # the candidates that wait keep their attempts
+            if is_node_specific(verdict) and state.budget.attempts_left > len(self._waiting):
+                self._waiting.appendleft(candidate)
 
     def _note_answer(self, candidate: Candidate) -> None:
         self.answered_by = candidate
-        self._record.answered_by = candidate.name
+        self._record.answered_by, self._record.node = candidate.name, candidate.node
         self._record.tier = candidate.tier
         if candidate.position > 0:
             first, label = self._outcomes.first, self._state.model_label
@@ -309,6 +326,6 @@ class ChainRunner:
     def _ready_in(self, outcome: CandidateOutcome) -> float:
         """Seconds until the candidate may take a request, as far as known."""
         candidate = outcome.candidate
-        breakers = self._state.gateway.breakers
-        breaker_open_for = breakers.open_for(candidate.provider, candidate.model) if outcome.drop is None else None
+        gateway = self._state.gateway
+        breaker_open_for = gateway.open_for(candidate, candidate.model) if outcome.drop is None else None
         return max(breaker_open_for or 0.0, self._filter.ready_in(candidate))

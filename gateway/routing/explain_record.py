@@ -64,7 +64,8 @@ def _plain(value: Any) -> Any:
 class AttemptRecord:
     """One attempt: its candidate, how it ended, how long it took, and which prompt tokens it did not compute.
 
-    It began `began_seconds` after the request. `span` is None without a trace.
+    It began `began_seconds` after the request. `span` is None without a trace. `node` is empty for clouds and where
+    only one inference service is configured.
     """
 
     name: str
@@ -74,6 +75,7 @@ class AttemptRecord:
     restored: Sequence[Restored] = ()
     began_seconds: float = 0.0
     span: SpanContext | None = None
+    node: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON."""
@@ -125,6 +127,8 @@ class Record:
     dropped: dict[str, str] = field(default_factory=dict)
     attempts: list[AttemptRecord] = field(default_factory=list)
     answered_by: str | None = None
+    node: str = ""
+    """The node that answered, where there are several."""
     tier: str = "none"
     hops: list[str] = field(default_factory=list)
     """Each resume: the candidate, where in the answer, and why."""

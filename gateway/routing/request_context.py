@@ -14,11 +14,13 @@ from gateway.access.key_usage import Meter
 from gateway.apis.openai.conversation_key import conversation_key
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
-from gateway.breaker.outcome import LOCAL, End
+from gateway.breaker.outcome import End, provider_key
 from gateway.breaker.permits import Refused
+from gateway.nodes.fleet_view import FleetView
+from gateway.nodes.node import Node
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter
-from gateway.providers.provider import Call
+from gateway.providers.provider import Call, Provider
 from gateway.providers.registry import Registry
 from gateway.routing.budget import Budget, Limits
 from gateway.routing.chain import Candidate
@@ -71,15 +73,56 @@ class RoutePolicy(NamedTuple):
 class GatewayState:
     """The configuration in force and the long-lived parts of the gateway. `breaker_generation` is that of `breakers`
     when the configuration was applied.
+
+    `view` has the models of all inference services, `nodes` these services by name; the name of the only one is empty.
     """
 
     config: GatewayConfig
     registry: Registry
     breakers: Breakers
-    view: InferenceView
+    view: InferenceView | FleetView
     counter: Counter
     telemetry: Telemetry
     breaker_generation: int = 0
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+
+    @functools.cached_property
+    def fleet_view(self) -> FleetView | None:
+        """The view where candidates have to be settled on a node; None for the only service."""
+        return self.view if isinstance(self.view, FleetView) else None
+
+    def view_of(self, candidate: Candidate) -> InferenceView | FleetView:
+        """The models of the candidate's node, or of all nodes while it is not settled."""
+        node = self.nodes.get(candidate.node) if candidate.node else None
+        return self.view if node is None else node.view
+
+    def provider_of(self, candidate: Candidate) -> Provider | None:
+        """The provider of a candidate; any node's while it is not settled, because they accept the same requests."""
+        found = self.registry.get(candidate.provider_key)
+        if found is None and candidate.is_local and not candidate.node:
+            return next((node.provider for node in self.nodes.values()), None)
+        return found
+
+    def open_for(self, candidate: Candidate, model: str) -> float | None:
+        """Seconds until the breakers let a candidate pass, None when now; see `Breakers.open_for`."""
+        return self._least(candidate, model, self.breakers.open_for)
+
+    def skipped_for(self, candidate: Candidate, priority: Priority) -> float | None:
+        """Seconds for which requests of `priority` skip a candidate, or None; see `Breakers.skipped_for`."""
+        return self._least(
+            candidate, candidate.model, lambda key, model: self.breakers.skipped_for(key, model, priority)
+        )
+
+    def _least(self, candidate: Candidate, model: str, seconds_for: Callable[[str, str], float | None]) -> float | None:
+        """The least wait over the nodes that could answer; None when one needs none."""
+        if not candidate.is_local or candidate.node or self.fleet_view is None:
+            return seconds_for(candidate.provider_key, model)
+        least: float | None = None
+        for name in self.fleet_view.nodes_with(model) or self.nodes:
+            if (seconds := seconds_for(provider_key(name), model)) is None:
+                return None
+            least = seconds if least is None else min(least, seconds)
+        return least
 
     @functools.cached_property
     def policies(self) -> Mapping[str, RoutePolicy]:
@@ -100,9 +143,10 @@ class GatewayState:
 
     @functools.cached_property
     def addresses(self) -> Mapping[str, tuple[str, int]]:
-        """Host and port by provider."""
+        """Host and port by key of the provider."""
         urls = {name: cloud.base_url or _CLOUD_URLS[cloud.kind] for name, cloud in self.config.providers.items()}
-        found = {name: urlsplit(url) for name, url in {**urls, LOCAL: self.config.inference.url}.items()}
+        urls |= {node.key: node.url for node in self.nodes.values()}
+        found = {name: urlsplit(url) for name, url in urls.items()}
         return {
             name: (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)) for name, url in found.items()
         }
@@ -177,7 +221,7 @@ class RequestState:
                 headers[H_STREAM_INTERVAL] = self.stream_interval
             if self.context.kv is not None:
                 headers[H_KV] = self.context.kv
-            status = self.gateway.view.models.get(candidate.model)
+            status = self.gateway.view_of(candidate).models.get(candidate.model)
             if status is not None and status.replicas and (key := self._conversation_key()) is not None:
                 headers[H_CONVERSATION] = key
         connect_seconds = self.gateway.config.deadlines.connect
@@ -193,7 +237,7 @@ class RequestState:
         """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""
         if not self.request.clamps_max_tokens or not isinstance(body, ChatRequest):
             return body
-        status = self.gateway.view.models.get(candidate.model)
+        status = self.gateway.view_of(candidate).models.get(candidate.model)
         wanted = body.max_tokens
         if wanted is None or status is None or not status.context_length:
             return body
@@ -205,7 +249,7 @@ class RequestState:
         limits, gateway = self.budget.limits, self.gateway
         expires_at = time.monotonic() + limits.total + limits.inter_token
         return gateway.breakers.acquire(
-            candidate.provider, candidate.model, expires_at, forced, gateway.breaker_generation
+            candidate.provider_key, candidate.model, expires_at, forced, gateway.breaker_generation
         )
 
     def note_first_token(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gateway.breaker.outcome import LOCAL, End
+from gateway.breaker.outcome import LOCAL, End, provider_key
 from gateway.routing.explain_record import AttemptRecord, Record
 from headgate.shared.traces.trace_context import Span, SpanContext
 
@@ -25,7 +25,7 @@ _NO_FAILURE = frozenset({"success", *(str(end) for end in End)})
 def request_spans(record: Record, addresses: Mapping[str, tuple[str, int]]) -> Iterator[Span]:
     """A server span for the request and a client span for each of its attempts; none without a trace.
 
-    `addresses`: host and port by provider.
+    `addresses`: host and port by key of the provider.
     """
     if record.trace is None:
         return
@@ -61,7 +61,7 @@ def _attempt(
 ) -> Span:
     provider, _, model = attempt.name.partition("/")
     operation = _OPERATIONS.get(record.endpoint, "chat")
-    host, port = addresses.get(provider, (None, None))
+    host, port = addresses.get(provider_key(attempt.node) if attempt.node else provider, (None, None))
     began, first = attempt.began_seconds, record.first_token_seconds
     has_first = first is not None and began <= first <= began + attempt.seconds
     is_last = attempt is record.attempts[-1]

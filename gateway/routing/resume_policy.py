@@ -20,6 +20,9 @@ from headgate.shared.bodies.openai_bodies import AnswerSoFar, CompletionRequest,
 MAX_RESUMES = 2
 """Maximum number of resumes of one answer."""
 
+MAX_NODES = 3
+"""Maximum number of nodes on which one model is tried for one resume."""
+
 MAX_PAUSE_SECONDS = 5.0
 """The same model is preferred if it is ready again within this time; otherwise another candidate is tried."""
 

@@ -142,7 +142,7 @@ class Answer:
         verdict, observation, message = broken.settle_error(error)
         await broken.close()
         message = without_quotes(message, broken.call.body)[:300]
-        self._break = BreakRecord(broken.candidate.name, message)
+        self._break = BreakRecord(broken.candidate.place, message)
         self._state.record.breaks.append(self._break)
         if sent.is_finished:
             self._break.outcome = "complete"
@@ -163,7 +163,7 @@ class Answer:
                 self._break.outcome = "cancelled"
                 raise
             if is_resumed:
-                name = self.attempt.candidate.name
+                name = self.attempt.candidate.place
                 characters = len(partial.content) + len(partial.reasoning)
                 self._break.outcome = "resumed"
                 self._state.record.hops.append(f"{name} after {characters} characters: {message}")
@@ -221,8 +221,8 @@ class Answer:
 
     def _drop(self, candidate: Candidate, why: str) -> None:
         """Records why `candidate` does not resume."""
-        self._break.dropped[candidate.name] = why
-        log.info("request %s: %s cannot resume: %s", self._state.record.id, candidate.name, why)
+        self._break.dropped[candidate.place] = why
+        log.info("request %s: %s cannot resume: %s", self._state.record.id, candidate.place, why)
 
     async def _resume(self, candidates: list[Candidate], partial: PartialAnswer) -> bool:
         """Whether one of `candidates` has opened a stream; its attempt is then the current one."""
@@ -247,10 +247,10 @@ class Answer:
                 self._drop(candidate, "it cannot continue a prompt of token ids")
                 continue
             last = entry == candidates[-1]
-            retry_in = await self._open(candidate, continuation.body, last=last)
+            retry_in = await self._open_on_a_node(candidate, broken, continuation.body, last=last)
             if retry_in is not None and candidate == broken and retry_in <= self._longest_pause(now()):
                 await asyncio.sleep(retry_in)  # its worker restarts, and the same model continues exactly
-                retry_in = await self._open(candidate, continuation.body, last=last)
+                retry_in = await self._open(broken, continuation.body, last=last)
             if retry_in is None:
                 self._splice = Splice(self._sent, partial, continuation.method, _stop_strings(state))
                 if not self._whole:
@@ -264,6 +264,26 @@ class Answer:
         return min(
             resume_policy.MAX_PAUSE_SECONDS, self._budget.resume_seconds_left(now) / 2, self._budget.commit_by - now
         )
+
+    async def _open_on_a_node(
+        self, candidate: Candidate, broken: Candidate, body: AnyRequest, *, last: bool
+    ) -> float | None:
+        """See `_open`. With several nodes they are tried in turn, that of the `broken` attempt last."""
+        nodes = self._filter.nodes
+        if nodes is None or not candidate.is_local:
+            return await self._open(candidate, body, last=last)
+        nodes.avoid(broken.node)
+        retry_in: float | None = math.inf
+        for _ in range(resume_policy.MAX_NODES):
+            placed = self._filter.placed(candidate)
+            if isinstance(placed, Dropped):
+                self._drop(candidate, f"{placed.drop}: {placed.message}")
+                break
+            retry_in = await self._open(placed, body, last=last)
+            if retry_in is None:
+                break
+            nodes.exclude(placed.node, candidate.model, "it could not continue the answer")
+        return retry_in
 
     async def _open(self, candidate: Candidate, body: AnyRequest, *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise the seconds until it may, infinite when unknown."""
@@ -288,7 +308,7 @@ class Answer:
 
 def _attempt(state: RequestState, candidate: Candidate, body: AnyRequest, budget: Budget, last: bool) -> Attempt | str:
     """An attempt of `candidate` with `body`, or why there is none."""
-    provider = state.gateway.registry.get(candidate.provider)
+    provider = state.gateway.provider_of(candidate)
     if provider is None:
         return "its provider is gone"
     lease = state.acquire(candidate, forced=True)  # a recovering breaker must not end an answer that has begun

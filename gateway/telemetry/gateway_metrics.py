@@ -14,6 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from gateway.breaker.outcome import split_key
 from gateway.breaker.permits import BreakerState
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # halves the number of time series
@@ -38,21 +39,21 @@ class Telemetry:
         )
         attempts = Counter(
             "gateway_attempts_total",
-            "Attempts by provider, model and outcome",
-            ["provider", "model", "outcome"],
+            "Attempts by provider, node of the inference service, model and outcome",
+            ["provider", "node", "model", "outcome"],
             registry=registry,
         )
         self.requests = functools.cache(requests.labels)
         """The counter of one route, tier and outcome. Cached: `labels` takes longer than `inc`."""
         self.attempts = functools.cache(attempts.labels)
-        """The counter of one provider, model and outcome."""
+        """The counter of one provider, node, model and outcome."""
         self.breaker_state = Gauge(
-            "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "model"], registry=registry
+            "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "node", "model"], registry=registry
         )
         self.probes = Counter(
             "gateway_probes_total",
-            "Probes of the inference service by purpose and result",
-            ["purpose", "result"],
+            "Probes of the inference service by node, purpose and result",
+            ["node", "purpose", "result"],
             registry=registry,
         )
         self.fallback = Counter(
@@ -91,17 +92,14 @@ class Telemetry:
             "gateway_client_disconnect_total", "Clients that left before the end of their answer", registry=registry
         )
 
-    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
-        """Sets the state of a breaker; None removes a breaker that no longer exists."""
+    def on_breaker(self, key: str, model: str, state: BreakerState | None) -> None:
+        """Sets the state of a breaker of a provider's key; None removes a breaker that no longer exists."""
+        labels = (*split_key(key), model)
         if state is not None:
-            self.breaker_state.labels(provider, model).set(int(state))
+            self.breaker_state.labels(*labels).set(int(state))
         else:
             with contextlib.suppress(KeyError):  # the breaker never changed its state
-                self.breaker_state.remove(provider, model)
-
-    def on_probe(self, purpose: str, result: str) -> None:
-        """Counts a probe of the inference service."""
-        self.probes.labels(purpose, result).inc()
+                self.breaker_state.remove(*labels)
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus."""

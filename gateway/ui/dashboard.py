@@ -60,7 +60,7 @@ class Dashboard:
         self.feed.close()
 
     # --- what happens (see `gateway.runtime.Observer`) ---------------------------------------------------------------
-    def on_event(self, kind: str, data: Mapping[str, Any]) -> None:
+    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
         """See `Observer`."""
         try:
             if kind == "log":
@@ -70,7 +70,7 @@ class Dashboard:
         except (KeyError, TypeError, ValueError) as error:  # it must not end the stream, which requests depend on
             log.warning("an event %s of the inference service is not shown: %r", kind, error)
 
-    def on_reachable(self, is_reachable: bool) -> None:
+    def on_reachable(self, node: str, is_reachable: bool) -> None:
         """See `Observer`."""
         if (entry := self._timeline.note_reachable(is_reachable, time.time())) is not None:
             self.feed.add_entry(entry)

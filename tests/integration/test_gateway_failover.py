@@ -300,7 +300,8 @@ async def test_one_failed_request_is_enough_to_detect_a_dead_service(tmp_path: P
         answers = await asyncio.gather(*(gateway.chat() for _ in range(50)))
         assert len(fake.seen) == 1 + [answer.status_code for answer in answers].count(200)
         assert (await gateway.breaker("local"))["state"] == "closed"
-        assert 'gateway_probes_total{purpose="confirm",result="bad"}' in (await gateway.client.get("/metrics")).text
+        metrics = (await gateway.client.get("/metrics")).text
+        assert 'gateway_probes_total{node="",purpose="confirm",result="bad"}' in metrics
 
 
 async def test_probe_finds_a_recovered_model(tmp_path: Path, fake: FakeInference) -> None:

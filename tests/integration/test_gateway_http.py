@@ -401,10 +401,10 @@ async def test_metrics_have_tiers_attempts_fallbacks_and_breakers(gateway: Gatew
     text = (await gateway.client.get("/metrics")).text
     for line in (
         'gateway_requests_total{outcome="success",route="demo",tier="local-fallback"} 6.0',
-        'gateway_attempts_total{model="demo",outcome="model_failed",provider="local"} 5.0',
-        'gateway_attempts_total{model="demo-mini",outcome="success",provider="local"} 6.0',
-        'gateway_breaker_state{model="demo",provider="local"} 2.0',
-        'gateway_breaker_state{model="",provider="local"} 0.0',
+        'gateway_attempts_total{model="demo",node="",outcome="model_failed",provider="local"} 5.0',
+        'gateway_attempts_total{model="demo-mini",node="",outcome="success",provider="local"} 6.0',
+        'gateway_breaker_state{model="demo",node="",provider="local"} 2.0',
+        'gateway_breaker_state{model="",node="",provider="local"} 0.0',
         'gateway_fallback_total{from="local/demo",reason="breaker_open",to="local/demo-mini"} 1.0',
         "gateway_ttft_seconds_count 6.0",
         "gateway_overhead_seconds_count 6.0",

@@ -107,7 +107,7 @@ async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes
 
     view = InferenceView(fetch)
     await view.refresh()
-    gateway = GatewayState(config, providers, Breakers(Rule()), view, Counter(count), Telemetry())  # type: ignore[arg-type]
+    gateway = GatewayState(config, providers, Breakers(Rule()), view, Counter(lambda _: count), Telemetry())  # type: ignore[arg-type]
     limit = "" if max_tokens is None else f',"max_tokens":{max_tokens}'
     request = parse(Endpoint.COMPLETIONS, f'{{"model":"m","prompt":"{TEXT}"{limit}}}'.encode())
     record = Record("id", 0.0, "/v1/completions")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gateway.apis.openai.frames import Data, DeltaKind, Endpoint, Frame
-from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Limits
@@ -69,47 +68,6 @@ async def test_unexpected_answer_to_a_poll_is_logged_and_the_poll_repeated(caplo
         polling.cancel()
     assert "RuntimeError: a defect" in caplog.text
     assert "Traceback" in caplog.text
-
-
-async def test_new_service_address_resets_the_known_state() -> None:
-    returned: list[bool] = []
-
-    async def there(path: str, seconds: float) -> Any:
-        return {"data": []}
-
-    async def missing(path: str, seconds: float) -> Any:
-        raise UpstreamError(UpstreamKind.CONNECT, "refused")
-
-    view = InferenceView(there, on_return=lambda: returned.append(True))
-    await view.refresh()
-    assert view.reachable is True
-    view.use(missing)
-    assert (view.reachable, view.was_seen) == (None, False)
-    await view.refresh()
-    assert view.reachable is False
-    view.use(there)
-    await view.refresh()
-    assert len(returned) == 2
-
-
-async def test_late_failure_of_the_old_address_does_not_affect_the_new_one() -> None:
-    gate = asyncio.Event()
-
-    async def slow(path: str, seconds: float) -> Any:
-        await gate.wait()
-        raise UpstreamError(UpstreamKind.CONNECT, "refused")
-
-    async def there(path: str, seconds: float) -> Any:
-        return {"data": []}
-
-    view = InferenceView(slow)
-    late = asyncio.create_task(view.refresh())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    view.use(there)
-    gate.set()
-    await late
-    assert view.reachable is None
 
 
 async def test_failed_background_task_is_logged_with_its_traceback(

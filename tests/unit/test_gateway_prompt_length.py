@@ -105,7 +105,7 @@ class Service:
 
 async def test_only_fields_of_the_prompt_are_sent_and_counts_are_cached() -> None:
     service = Service()
-    counter = Counter(service)
+    counter = Counter(lambda _: service)
     body = {**BODY, "tools": [{"type": "function"}], "reasoning_effort": None, "temperature": 0.5}
     count = await counter.count("demo", decoded(body), 2.0)
     assert service.requests == [
@@ -122,7 +122,7 @@ async def test_only_fields_of_the_prompt_are_sent_and_counts_are_cached() -> Non
 
 async def test_errors_are_raised_and_not_cached() -> None:
     service = Service()
-    counter = Counter(service)
+    counter = Counter(lambda _: service)
     service.answer = UpstreamError(UpstreamKind.TIMEOUT, "no data for 2 s")
     with pytest.raises(UpstreamError, match="no data for 2 s"):
         await counter.count("demo", decoded(BODY), 2.0)
@@ -136,7 +136,7 @@ async def test_errors_are_raised_and_not_cached() -> None:
 
 async def test_least_recently_used_count_is_dropped() -> None:
     service = Service()
-    counter = Counter(service)
+    counter = Counter(lambda _: service)
     for number in range(REMEMBERED + 1):
         await counter.count("demo", decoded({"prompt": f"{number}"}, Endpoint.COMPLETIONS), 1.0)
         await counter.count("demo", decoded({"prompt": "0"}, Endpoint.COMPLETIONS), 1.0)
@@ -147,7 +147,7 @@ async def test_least_recently_used_count_is_dropped() -> None:
 
 async def test_count_of_a_large_prompt_is_cached() -> None:
     service = Service()
-    counter = Counter(service)
+    counter = Counter(lambda _: service)
     large = decoded({"prompt": "mill " * 2**18}, Endpoint.COMPLETIONS)
     for _ in range(2):
         await counter.count("demo", large, 1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -40,7 +41,8 @@ class InferenceView:
     """The models of the service by id, refreshed by polling `/v1/models`.
 
     `on_return` is called when the service becomes reachable; `on_missing` for each failed connection after the first
-    answer; `on_ready` with each model that becomes ready; `on_reachable` when `reachable` changes.
+    answer; `on_ready` with each model that becomes ready; `on_reachable` when `reachable` changes; `on_change` when
+    `models` may have changed. `name` is for the log.
     """
 
     def __init__(
@@ -51,12 +53,16 @@ class InferenceView:
         on_missing: Callable[[], None] = lambda: None,
         on_ready: Callable[[str], None] = lambda _: None,
         on_reachable: Callable[[bool], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
+        name: str = "the inference service",
     ) -> None:
         self._fetch = fetch
         self._on_return = on_return
         self._on_missing = on_missing
         self._on_ready = on_ready
         self._on_reachable = on_reachable
+        self._on_change = on_change
+        self._name = name
         self.reachable_since = time.time()
         """When `reachable` changed, in Unix seconds."""
         self._clock = clock
@@ -72,17 +78,20 @@ class InferenceView:
         self._wanted = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
-    def use(self, fetch: Fetch) -> None:
-        """Switches to another service and forgets the state of the old one."""
-        self._fetch = fetch
-        self._seen_at = None
-        self._reachable = None
-        self._models, self._aliases, self._unusable, self._reported_at = {}, {}, {}, {}
-
     @property
     def is_fresh(self) -> bool:
         """Whether the snapshot is younger than STALE_SECONDS."""
-        return self._seen_at is not None and self._clock() - self._seen_at < STALE_SECONDS
+        return self.age < STALE_SECONDS
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a model that is not listed does not exist: the same as `is_fresh` for one service."""
+        return self.is_fresh
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last answer; infinite before the first."""
+        return math.inf if self._seen_at is None else self._clock() - self._seen_at
 
     @property
     def reachable(self) -> bool | None:
@@ -153,7 +162,7 @@ class InferenceView:
 
     async def ensure(self, max_age: float) -> None:
         """Refreshes unless the snapshot is younger than `max_age` seconds."""
-        if self._seen_at is None or self._clock() - self._seen_at > max_age:
+        if self.age > max_age:
             await self.refresh()
 
     async def run(self) -> None:
@@ -169,16 +178,14 @@ class InferenceView:
                     await self._wanted.wait()
 
     async def _refresh(self) -> None:
-        fetch, began = self._fetch, self._clock()
+        began = self._clock()
         try:
-            answer = await fetch("/v1/models", FETCH_SECONDS)
+            answer = await self._fetch("/v1/models", FETCH_SECONDS)
             models = [ModelStatus.from_json(item) for item in answer["data"]]
         except Exception as error:
-            if fetch is self._fetch:
-                self._note_missing(error)
+            self._note_missing(error)
+            self._on_change()
             return
-        if fetch is not self._fetch:
-            return  # `use` switched to another service meanwhile
         self._seen_at = self._clock()
         self._take(models, self._seen_at, began)
         self._note_answer()
@@ -186,7 +193,7 @@ class InferenceView:
     def _note_answer(self) -> None:
         """Marks the service as reachable; logs a change."""
         if self._set_reachable(True):
-            log.info("connected to the inference service: %d models", len(self._models))
+            log.info("connected to %s: %d models", self._name, len(self._models))
             self._on_return()
 
     def _set_reachable(self, is_reachable: bool) -> bool:
@@ -214,6 +221,7 @@ class InferenceView:
         for name, model in self._models.items():
             if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
                 self._on_ready(name)
+        self._on_change()
 
     def _note_device(self, name: str, state: DeviceState, now: float) -> None:
         if state in UNUSABLE:
@@ -226,9 +234,7 @@ class InferenceView:
         if self._set_reachable(False):
             is_expected = isinstance(error, UpstreamError | KeyError | TypeError | ValueError | AttributeError)
             reason = f"{type(error).__name__}: {error}"
-            log.warning(
-                "models of the inference service cannot be read: %s", reason, exc_info=None if is_expected else error
-            )
+            log.warning("models of %s cannot be read: %s", self._name, reason, exc_info=None if is_expected else error)
         if self.was_seen and isinstance(error, UpstreamError) and probe_schedule.is_down(error):
             self._on_missing()
 
@@ -307,8 +313,8 @@ class Events:
 
     async def _listen(self) -> str:
         """Reads one stream to its end; returns the reason of its end."""
-        source = self._source()
         try:
+            source = self._source()
             async with source.events(SILENCE_SECONDS, figures=self._figures) as pieces:
                 stream = _Stream(self._sink)
                 async for piece in pieces:

@@ -201,8 +201,9 @@ class Counter:
     The service uses the model's template and vocabulary, also if the model is not loaded, so the count is exact.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask_about: Callable[[str], Ask]) -> None:
+        """`ask_about` returns how to ask a service that has the model."""
+        self._ask_about = ask_about
         self._known: OrderedDict[bytes, int] = OrderedDict()
 
     async def count(self, model: str, body: AnyRequest, seconds: float) -> int:
@@ -218,7 +219,7 @@ class Counter:
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
-        answer = await self._ask("/tokenize", question, seconds)
+        answer = await self._ask_about(model)("/tokenize", question, seconds)
         count = answer.get("count") if isinstance(answer, dict) else None
         if not isinstance(count, int):
             raise UpstreamError(UpstreamKind.MALFORMED, "POST /tokenize: no count in the answer")

@@ -1,0 +1,141 @@
+"""A gateway in front of several inference services."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code, ModelState, ModelStatus
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import Gateway
+from tests.rigs.stack import until
+
+CONFIG = """
+inference: {{nodes: [a={a}, b={b}]}}
+routes:
+  demo: {{chain: [local/demo]}}
+  "*": {{chain: ["local/*", local/smaller]}}
+"""
+
+
+class Fleet:
+    """A gateway and the services `a` and `b`, which both have the models `demo` and `demo-mini`."""
+
+    def __init__(self, gateway: Gateway, a: FakeInference, b: FakeInference) -> None:
+        self.gateway = gateway
+        self.nodes = {"a": a, "b": b}
+
+    async def ask(self, model: str = "demo", **more: Any) -> tuple[str, str]:
+        """The node that answered and the text."""
+        answer = await self.gateway.chat(model, **more)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-headgate-node"], answer.json()["choices"][0]["message"]["content"]
+
+    def other(self, node: str) -> str:
+        """The name of the other node."""
+        return "b" if node == "a" else "a"
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        a, b = [await stack.enter_async_context(FakeInference("token")) for _ in range(2)]
+        config = CONFIG.format(a=a.url, b=b.url)
+        gateway = await stack.enter_async_context(Gateway(tmp_path, a.url, config))
+        await until("both answer", lambda: gateway.runtime.view.is_complete)
+        yield Fleet(gateway, a, b)
+
+
+async def test_requests_are_spread_and_say_which_node_answered(fleet: Fleet) -> None:
+    found = {(await fleet.ask())[0] for _ in range(30)}
+    assert found == {"a", "b"}
+    record = list(fleet.gateway.runtime.records)[-1].to_json()
+    assert record["node"] in ("a", "b")
+    assert [attempt["node"] for attempt in record["attempts"]] == [record["node"]]
+    names = {item["name"]: item for item in fleet.gateway.runtime.breakers.describe()}
+    assert (names["local@a/demo"]["provider"], names["local@a/demo"]["node"]) == ("local", "a")
+
+
+async def test_model_on_one_node_is_asked_there(fleet: Fleet) -> None:
+    status = ModelStatus(id="only", state=ModelState.READY, context_length=64, capabilities=("chat",))
+    fleet.nodes["b"].models["only"] = status
+    await fleet.gateway.look()
+    fleet.gateway.runtime.view.poll_soon()
+    await until("it is listed", lambda: "only" in fleet.gateway.runtime.view.models)
+    assert {(await fleet.ask("only"))[0] for _ in range(5)} == {"b"}
+
+
+async def test_unknown_model_is_refused(fleet: Fleet) -> None:
+    answer = await fleet.gateway.chat("nothing")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, Code.MODEL_NOT_FOUND)
+
+
+@pytest.mark.parametrize("code", [Code.MODEL_FAILED, Code.QUEUE_FULL, Code.MEMORY_LIMIT_EXCEEDED])
+async def test_request_that_one_node_fails_is_answered_by_another(fleet: Fleet, code: Code) -> None:
+    fleet.nodes["a"].answers["demo"] = Answer(refuse=code)
+    for _ in range(4):
+        assert (await fleet.ask())[0] == "b"
+    tried = [[attempt.node for attempt in record.attempts] for record in fleet.gateway.runtime.records]
+    assert all(nodes in (["b"], ["a", "b"]) for nodes in tried)
+
+
+async def test_node_that_does_not_answer_is_left_out_and_used_again(fleet: Fleet) -> None:
+    port = fleet.nodes["a"].port
+    await fleet.nodes["a"].stop()
+    for _ in range(10):
+        assert (await fleet.ask())[0] == "b"
+    runtime = fleet.gateway.runtime
+    await until("its breaker opens", lambda: runtime.breakers.open_for("local@a", "demo") is not None)
+    await fleet.nodes["a"].start(port)
+    await until("its breaker admits", lambda: runtime.breakers.open_for("local@a", "demo") is None)
+    await until("it is used again", lambda: _answers(fleet, "a"))
+
+
+async def _answers(fleet: Fleet, node: str) -> bool:
+    return (await fleet.ask())[0] == node
+
+
+async def test_all_nodes_failing_names_each(fleet: Fleet) -> None:
+    for service in fleet.nodes.values():
+        service.answers["demo"] = Answer(refuse=Code.MODEL_FAILED, message="no worker")
+    answer = await fleet.gateway.chat()
+    assert answer.status_code == 503
+    assert "local/demo on a: model_failed: no worker" in answer.text
+    assert "local/demo on b: model_failed: no worker" in answer.text
+
+
+async def test_broken_stream_goes_on_at_another_node(fleet: Fleet) -> None:
+    words = tuple(f" w{number}" for number in range(12))
+    fleet.nodes["a"].answers["demo"] = Answer(words=words[:5], cut=True)
+    fleet.nodes["b"].answers["demo"] = Answer(words=words)
+    body = {"model": "demo", "messages": [{"role": "user", "content": "go"}], "stream": True}
+    first, tries = "", 0
+    while first != "a":
+        text, tries = "", tries + 1
+        async with fleet.gateway.client.stream("POST", "/v1/chat/completions", content=json.dumps(body)) as answer:
+            first = answer.headers["x-headgate-node"]
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(one["delta"].get("content") or "" for one in json.loads(line[6:])["choices"])
+        assert text == "".join(words)
+        assert tries < 30
+    record = list(fleet.gateway.runtime.records)[-1]
+    assert [attempt.node for attempt in record.attempts] == ["a", "b"]
+
+
+async def test_reload_replaces_nodes_without_losing_a_request(fleet: Fleet) -> None:
+    gateway = fleet.gateway
+    gateway.write(CONFIG.format(a=fleet.nodes["a"].url, b=fleet.nodes["a"].url))
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    assert (await fleet.ask())[0] in ("a", "b")
+    gateway.write('routes: {"*": {chain: ["local/*"]}}')
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    answer = await gateway.chat()
+    assert answer.status_code == 200
+    assert "x-headgate-node" not in answer.headers
+    assert set(gateway.runtime.fleet.nodes) == {""}
