@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from gateway.providers.local.candidate_facts import UNKNOWN, LikelyFailure, Speed
+from gateway.providers.local.candidate_facts import UNKNOWN, LikelyFailure, Speed, queue_seconds
+from inference.protocol import ModelStatus
 
 MARGIN_SECONDS = 0.02
 MARGIN_SHARE = 0.1
@@ -35,8 +36,9 @@ class NodeFacts(NamedTuple):
     `excluded`: why this request must not use the node (policy, an attempt there failed). `listed`: whether the node has
     the model. `breaker_open_for` and `queue_full_for`: seconds until that is over. `fit_in`: seconds until the model
     may fit. `likely_failure`: a reason to use the node only if no other is left. `in_flight`: requests for the model
-    there, those included that this gateway has sent since the last report; `parallel`: its places. `cached_tokens`:
-    tokens of the prompt that are expected in a KV cache of the node.
+    there, those included that this gateway has sent since the last report; `parallel`: its places. `node_load`:
+    requests for all models there per place. `cached_tokens`: tokens of the prompt that are expected in a KV cache of
+    the node.
     """
 
     name: str
@@ -53,12 +55,38 @@ class NodeFacts(NamedTuple):
     speed: Speed = UNKNOWN
     in_flight: int = 0
     parallel: int = 1
+    node_load: float = 0.0
     cached_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        status: ModelStatus,
+        in_flight: int,
+        node_load: float,
+        cached_tokens: int,
+        *,
+        first: bool = False,
+    ) -> NodeFacts:
+        """The facts in the status of a model on a node. `first`: the request has the highest priority."""
+        queue = queue_seconds(status.queue_seconds, in_flight, status.parallel, status.answer_seconds, first=first)
+        return cls(
+            name, None, True, None, None, status.capabilities or None, status.context_length or None, status.fits,
+            status.reason, status.retry_after_seconds, None,
+            Speed(status.load_seconds, queue, status.prefill_tokens_per_second),
+            in_flight, status.parallel, node_load, cached_tokens,
+        )  # fmt: skip
 
     @property
     def load(self) -> float:
         """Requests per place."""
         return self.in_flight / max(1, self.parallel)
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """Smaller is better among nodes with equal scores: a free place, then the load of all models, then of this."""
+        return max(1.0, self.load), self.node_load, self.load
 
     @property
     def is_loaded(self) -> bool:
@@ -105,7 +133,7 @@ def choose(nodes: Sequence[NodeFacts], needs: NodeNeeds, draw: Callable[[], floa
         return NoNode(reasons, min(waits, default=None))
     preferred = _bounded(_preferred(usable, needs))
     scores = _scores(preferred, needs)
-    picked = min((_pick(scores, draw), _pick(scores, draw)), key=lambda index: preferred[index].load)
+    picked = min((_pick(scores, draw), _pick(scores, draw)), key=lambda index: preferred[index].rank)
     chosen = preferred[picked]
     return ChosenNode(chosen.name, scores[picked], tuple(node.name for node in usable if node is not chosen))
 

@@ -5,7 +5,7 @@ Updates are incremental, and `nodes_for` does not depend on the number of nodes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from inference.protocol import ModelState, ModelStatus
 
@@ -25,76 +25,96 @@ class NodeTable:
     """The models of each node, and the nodes of each model."""
 
     def __init__(self) -> None:
-        self._nodes: dict[str, dict[str, ModelStatus]] = {}
+        self._nodes: dict[str, _NodeModels] = {}
         self._listed: dict[str, NameSet] = {}
         self._loaded: dict[str, NameSet] = {}
-        self._in_flight: dict[str, int] = {}
 
     # --- updates -----------------------------------------------------------------------------------------------------
     def update(self, node: str, models: Mapping[str, ModelStatus]) -> None:
         """`models` are all that `node` lists now."""
-        known = self._nodes.setdefault(node, {})
-        for model, status in models.items():
-            if known.get(model) is not status:
-                self.update_model(node, status)
-        for model in [model for model in known if model not in models]:
-            self._forget(node, model)
+        entry = self._nodes.setdefault(node, _NodeModels())
+        for model in [model for model in entry.models if model not in models]:
+            self._forget(entry, node, model)
+        for status in models.values():
+            self.update_model(node, status)
 
     def update_model(self, node: str, status: ModelStatus) -> None:
-        """The status of one model on `node` has changed."""
-        models, model = self._nodes.setdefault(node, {}), status.id
-        before = models.get(model)
-        models[model] = status
-        self._in_flight[node] = self._in_flight.get(node, 0) + status.in_flight - (before.in_flight if before else 0)
+        """The status of one model on `node`; requests that were noted before are part of it now."""
+        entry, model = self._nodes.setdefault(node, _NodeModels()), status.id
+        if model in entry.sent:
+            entry.in_flight -= entry.sent.pop(model)
+        before = entry.models.get(model)
+        if before is status:
+            return
+        entry.models[model] = status
         if before is None:
             self._listed.setdefault(model, NameSet()).add(node)
-        if status.state in PRESENT:
+        else:
+            entry.count(before, -1)
+        entry.count(status, 1)
+        is_present, was_present = status.state in PRESENT, before is not None and before.state in PRESENT
+        if is_present and not was_present:
             self._loaded.setdefault(model, NameSet()).add(node)
-        elif before is not None and before.state in PRESENT:
+        elif was_present and not is_present:
             _discard(self._loaded, model, node)
+
+    def note_sent(self, node: str, model: str) -> None:
+        """A request for `model` was sent to `node`: it counts until the next report."""
+        entry = self._nodes.get(node)
+        if entry is not None and model in entry.models:
+            entry.sent[model] = entry.sent.get(model, 0) + 1
+            entry.in_flight += 1
 
     def remove(self, node: str) -> None:
         """`node` has left."""
-        for model in list(self._nodes.get(node, ())):
-            self._forget(node, model)
-        self._nodes.pop(node, None)
-        self._in_flight.pop(node, None)
+        entry = self._nodes.pop(node, None)
+        if entry is not None:
+            for model in list(entry.models):
+                self._forget(entry, node, model)
 
-    def _forget(self, node: str, model: str) -> None:
-        status = self._nodes[node].pop(model)
-        self._in_flight[node] -= status.in_flight
+    def _forget(self, entry: _NodeModels, node: str, model: str) -> None:
+        status = entry.models.pop(model)
+        entry.count(status, -1)
+        entry.in_flight -= entry.sent.pop(model, 0)
         _discard(self._listed, model, node)
         if status.state in PRESENT:
             _discard(self._loaded, model, node)
 
     # --- queries -----------------------------------------------------------------------------------------------------
     @property
-    def nodes(self) -> Iterable[str]:
+    def nodes(self) -> Collection[str]:
         """The names of all nodes that have reported."""
         return self._nodes.keys()
 
     @property
-    def models(self) -> Iterable[str]:
-        """The models that a node lists."""
-        return self._listed.keys()
+    def loaded_models(self) -> Collection[str]:
+        """The models that are loaded on a node, or will be soon."""
+        return self._loaded.keys()
 
     def models_of(self, node: str) -> Mapping[str, ModelStatus]:
         """The models of one node by id."""
-        return self._nodes.get(node, {})
+        return self._nodes[node].models if node in self._nodes else {}
 
     def status(self, node: str, model: str) -> ModelStatus | None:
         """The status of a model on a node; None if it does not list the model."""
-        return self._nodes.get(node, {}).get(model)
+        return self.models_of(node).get(model)
 
-    def in_flight(self, node: str) -> int:
-        """The requests for all models of `node`."""
-        return self._in_flight.get(node, 0)
+    def in_flight(self, node: str, model: str) -> int:
+        """The requests for a model on a node, waiting ones included."""
+        entry = self._nodes.get(node)
+        status = None if entry is None else entry.models.get(model)
+        return 0 if entry is None or status is None else status.in_flight + status.queued + entry.sent.get(model, 0)
 
-    def listed(self, model: str) -> Iterable[str]:
+    def node_load(self, node: str) -> float:
+        """The requests for all models of `node`, per place of its loaded models."""
+        entry = self._nodes.get(node)
+        return 0.0 if entry is None else entry.in_flight / max(1, entry.places)
+
+    def listed(self, model: str) -> Collection[str]:
         """The nodes that have the model."""
         return self._listed.get(model, ())
 
-    def loaded(self, model: str) -> Iterable[str]:
+    def loaded(self, model: str) -> Collection[str]:
         """The nodes on which the model is loaded, or will be soon."""
         return self._loaded.get(model, ())
 
@@ -109,6 +129,23 @@ class NodeTable:
         return list(dict.fromkeys(found))
 
 
+class _NodeModels:
+    """The models of one node, with the sums over them that requests need."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelStatus] = {}
+        self.sent: dict[str, int] = {}
+        """Requests by model that no report contains yet."""
+        self.in_flight = 0
+        self.places = 0
+
+    def count(self, status: ModelStatus, sign: int) -> None:
+        """Adds (1) or subtracts (-1) a model."""
+        self.in_flight += sign * (status.in_flight + status.queued)
+        if status.state in PRESENT:
+            self.places += sign * status.parallel
+
+
 class NameSet:
     """A set of names with random samples in constant time per name."""
 
@@ -118,6 +155,9 @@ class NameSet:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, NoNode, choose
 from gateway.providers.local.candidate_facts import LikelyFailure, Speed
+from inference.protocol import ModelState, ModelStatus
 
 LOADED = Speed(0.0, 0.0, 1000.0)
 NEEDS = NodeNeeds(prompt_tokens=1000, capabilities=frozenset(("chat",)))
@@ -67,6 +68,24 @@ def test_equal_nodes_share_the_requests_and_the_less_loaded_gets_more() -> None:
     counts = Counter(chosen(*nodes, seed=seed).name for seed in range(300))
     assert min(counts[name] for name in "abc") > 60
     assert counts["d"] < 40
+
+
+def test_among_equal_nodes_with_a_place_the_load_of_all_models_decides() -> None:
+    busy = loaded("busy", load=1)._replace(node_load=0.9)
+    quiet = loaded("quiet", load=2)._replace(node_load=0.2)
+    assert Counter(chosen(busy, quiet, seed=seed).name for seed in range(100))["quiet"] > 60
+
+
+def test_facts_come_from_the_status_of_the_model() -> None:
+    status = ModelStatus(
+        "m", ModelState.READY, parallel=2, capabilities=("chat",), context_length=4096, fits=True, load_seconds=0.0,
+        answer_seconds=3.0, prefill_tokens_per_second=900.0,
+    )  # fmt: skip
+    facts = NodeFacts.of("a", status, 4, 0.5, 100)
+    assert facts.speed == Speed(0.0, 9.0, 900.0)
+    assert (facts.name, facts.in_flight, facts.parallel, facts.node_load, facts.cached_tokens) == ("a", 4, 2, 0.5, 100)
+    assert (facts.capabilities, facts.context_length, facts.fits) == (("chat",), 4096, True)
+    assert NodeFacts.of("a", ModelStatus("m", ModelState.COLD), 0, 0.0, 0).capabilities is None
 
 
 def test_a_loaded_node_far_above_the_mean_is_spared_while_others_have_places() -> None:

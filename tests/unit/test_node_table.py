@@ -18,12 +18,12 @@ def test_updates_replace_what_a_node_reported_before() -> None:
     table = NodeTable()
     table.update("a", statuses(READY, "m", "n", in_flight=2))
     table.update("b", cold := statuses(COLD, "m"))
-    assert (set(table.nodes), set(table.models)) == ({"a", "b"}, {"m", "n"})
-    assert (list(table.listed("m")), list(table.loaded("m")), table.in_flight("a")) == (["a", "b"], ["a"], 4)
+    assert (set(table.nodes), set(table.loaded_models)) == ({"a", "b"}, {"m", "n"})
+    assert (list(table.listed("m")), list(table.loaded("m")), table.in_flight("a", "m")) == (["a", "b"], ["a"], 2)
 
     table.update("b", cold)
     table.update("a", statuses(COLD, "m", in_flight=1))
-    assert (list(table.loaded("m")), list(table.listed("n")), table.in_flight("a")) == ([], [], 1)
+    assert (list(table.loaded("m")), list(table.listed("n")), table.in_flight("a", "m")) == ([], [], 1)
     assert table.status("a", "n") is None
     assert (status := table.status("a", "m")) is not None
     assert status.state is COLD
@@ -44,7 +44,7 @@ def test_a_node_that_leaves_is_forgotten() -> None:
     table.remove("c")
     table.remove("unknown")
     assert (list(table.nodes), list(table.listed("m")), list(table.loaded("m"))) == (["b"], ["b"], ["b"])
-    assert (table.in_flight("a"), dict(table.models_of("a"))) == (0, {})
+    assert (table.in_flight("a", "m"), table.node_load("a"), dict(table.models_of("a"))) == (0, 0.0, {})
     assert table.nodes_for("m", random.Random(1).random) == ["b"]
 
 
@@ -60,6 +60,22 @@ def test_a_request_considers_few_nodes() -> None:
     assert 0 < len(table.nodes_for("n", random.Random(1).random)) <= MOST_COLD
 
 
+def test_requests_count_until_the_next_report() -> None:
+    table = NodeTable()
+    for model in "mn":
+        table.update_model("a", ModelStatus(model, READY, parallel=4, in_flight=1, queued=1))
+    for node, model in [("a", "m"), ("a", "m"), ("a", "n"), ("a", "unknown"), ("unknown", "m")]:
+        table.note_sent(node, model)
+    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.in_flight("b", "m")) == (4, 3, 0)
+    assert table.node_load("a") == 7 / 8
+    status = table.status("a", "m")
+    assert status is not None
+    table.update_model("a", status)
+    assert (table.in_flight("a", "m"), table.node_load("a")) == (2, 5 / 8)
+    table.update("a", {"m": ModelStatus("m", READY, parallel=4, in_flight=4)})
+    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.node_load("a")) == (4, 0, 1.0)
+
+
 def test_every_name_of_a_set_is_drawn() -> None:
     names = NameSet()
     for name in "abcdb":
@@ -67,7 +83,7 @@ def test_every_name_of_a_set_is_drawn() -> None:
     names.discard("a")
     names.discard("a")
     names.discard("d")
-    assert (len(names), sorted(names)) == (2, ["b", "c"])
+    assert (len(names), sorted(names), "b" in names, "a" in names) == (2, ["b", "c"], True, False)
     chance = random.Random(1)
     assert {names.sample(1, chance.random)[0] for _ in range(50)} == {"b", "c"}
     assert names.sample(1, lambda: 1.0) != []
