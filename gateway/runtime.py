@@ -30,6 +30,7 @@ from gateway.nodes.fleet import ONLY, Change, Fleet, Member
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.membership import Membership
 from gateway.nodes.node import Node
+from gateway.nodes.prefixes import Prefixes
 from gateway.providers import registry
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
@@ -124,6 +125,7 @@ class Runtime:
         self.counter = TokenCounter(self.fleet.ask_about)
         self.gateway_state: GatewayState
         self._membership: Membership
+        self._prefixes: Prefixes | None = None
         self._watching: asyncio.Task[None] | None = None
         self._registry = registry.Registry({})
         self._first_contact_until = math.inf
@@ -270,6 +272,10 @@ class Runtime:
         inference, token = self.config.inference, self._token()
         urls = membership.urls if inference.nodes else {ONLY: inference.url}
         members = {name: Member(url, token) for name, url in urls.items()}
+        if not inference.nodes:
+            self._prefixes = None
+        elif self._prefixes is None:
+            self._prefixes = Prefixes(token)
         self._use(self.fleet.use(members, is_final=is_final), clouds)
 
     def _use(self, change: Change, clouds: registry.Registry) -> None:
@@ -278,10 +284,12 @@ class Runtime:
         self._registry = clouds.with_nodes({node.key: node.provider for node in nodes.values()})
         for node in change.removed:
             self.breakers.forget(node.key)
+            if self._prefixes is not None:
+                self._prefixes.index.forget(node.name)
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
         self.gateway_state = GatewayState(
             self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
-            self.breakers.generation, nodes,
+            self.breakers.generation, nodes, self._prefixes,
         )  # fmt: skip
         for node in change.added:
             node.start(self._spawn)
@@ -308,6 +316,8 @@ class Runtime:
 
     def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
         """See `NodeObserver`."""
+        if kind == "kv" and self._prefixes is not None:
+            self._prefixes.apply(node.name, data)
         if self.observer is not None:
             self.observer.on_event(node.name, kind, data)
 

@@ -27,6 +27,9 @@ H_TENANT = "x-headgate-tenant"
 H_CONVERSATION = "x-headgate-conversation"
 """A hash of the client and the beginning of its conversation, set by the gateway: requests with the same value go to
 the same replica of a model if possible."""
+H_PREFIX = "x-headgate-prefix"
+"""Hashes of the prompt's last blocks, comma-separated: labels of the sequence that the worker stores. The gateway sends
+them where it has several inference services."""
 H_DEADLINE = "x-headgate-deadline-ms"
 """How long the client of the inference service waits for the first token, in milliseconds."""
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"

@@ -90,14 +90,13 @@ class Fleet:
         """Posts to a node with `model`, a loaded one if possible, or else to any that answers; see `Counter`."""
         if self.is_single:
             return self.nodes[ONLY].provider.post_json
-        view = self._view
-        assert isinstance(view, FleetView)
-        found = view.nodes_with(model)
-        answering = [node for node in self.nodes.values() if node.view.reachable]
-        having = [node for node in answering if node.name in found]
-        node = next(
-            iter(sorted(having, key=lambda one: (found[one.name].load_seconds or 0.0, one.name)) or answering), None
-        )
+        waits = {
+            node: status.load_seconds or 0.0
+            for node in self.nodes.values()
+            if node.view.reachable and (status := node.view.models.get(model)) is not None
+        }
+        any_other = next((node for node in self.nodes.values() if node.view.reachable), None)
+        node = min(waits, key=waits.__getitem__) if waits else any_other
         return _nobody if node is None else node.provider.post_json
 
     def _replace(self, nodes: dict[str, Node]) -> Change:

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from gateway.nodes.merged_models import merged
 from gateway.nodes.node import Node
+from gateway.nodes.node_table import NodeTable
 from gateway.providers.local.candidate_facts import LikelyFailure
 from inference.protocol import ModelStatus
 
 REFRESH_SECONDS = 0.25
 """A view of a node that is younger than this is not refreshed."""
 
+MERGE_SECONDS = 0.25
+FEW_NODES = 32
+"""The status of a model on more nodes is merged once in MERGE_SECONDS: the choice of a node reads that of the node."""
+
 
 class FleetView:
     """The models of `nodes`. Changes of a node are merged when they are read, model by model."""
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
+    def __init__(self, nodes: Mapping[str, Node], clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes = nodes
         self._changed = set(nodes)
         self._parts: dict[str, Mapping[str, ModelStatus]] = {}
-        self._by_model: dict[str, dict[str, ModelStatus]] = {}
-        self._models: dict[str, ModelStatus] = {}
+        self._table = NodeTable()
+        self._models = MergedModels(self._table, clock)
         self._aliases: dict[str, str] = {}
 
     def note_change(self, node: str) -> None:
         """The models of a node may have changed."""
         self._changed.add(node)
 
-    def nodes_with(self, model: str) -> Mapping[str, ModelStatus]:
-        """The status of `model` by node, for the nodes that list it."""
+    @property
+    def table(self) -> NodeTable:
+        """What is loaded where, as far as the nodes answer."""
         self._update()
-        return self._by_model.get(model, {})
+        return self._table
 
     @property
     def models(self) -> Mapping[str, ModelStatus]:
@@ -74,11 +81,13 @@ class FleetView:
 
     def likely_failure(self, model: str) -> LikelyFailure | None:
         """Why a request to `model` would likely fail on each node with it; None if one may serve it."""
-        found = [self._nodes[node].view.likely_failure(model) for node in self.nodes_with(model)]
-        known = [failure for failure in found if failure is not None]
-        if not known or len(known) < len(found):
-            return None
-        return min(known, key=lambda failure: float("inf") if failure.retry_in is None else failure.retry_in)
+        soonest: LikelyFailure | None = None
+        for name in self.table.listed(model):
+            if (failure := self._nodes[name].view.likely_failure(model)) is None:
+                return None
+            if soonest is None or _retry_in(failure) < _retry_in(soonest):
+                soonest = failure
+        return soonest
 
     async def ensure(self, max_age: float) -> None:
         """Refreshes the views of nodes that answer and are older than `max_age` seconds."""
@@ -98,29 +107,63 @@ class FleetView:
         if not self._changed:
             return
         changed, self._changed = self._changed, set()
-        models: set[str] = set()
+        has_new_names = False
         for name in changed & self._nodes.keys():
             before, now = self._parts.get(name, {}), self._nodes[name].view.models
             if before is now:
                 continue
             self._parts[name] = now
-            for model in before.keys() | now.keys():
-                if before.get(model) is not (status := now.get(model)):
-                    models.add(model)
-                    self._set(name, model, status)
-        for model in models:
-            if statuses := self._by_model.get(model):
-                self._models[model] = merged(statuses)
-            else:
-                self._models.pop(model, None)
-        if models:
-            self._aliases = {alias: one.id for one in self._models.values() for alias in one.aliases}
+            self._table.update(name, now)
+            self._models.outdated |= before.keys() | now.keys()
+            has_new_names |= _names(before) != _names(now)
+        if has_new_names:
+            self._aliases = {
+                alias: status.id
+                for part in self._parts.values()
+                for status in part.values()
+                for alias in status.aliases
+            }
 
-    def _set(self, node: str, model: str, status: ModelStatus | None) -> None:
-        statuses = self._by_model.setdefault(model, {})
-        if status is not None:
-            statuses[node] = status
-            return
-        statuses.pop(node, None)
+
+class MergedModels(Mapping[str, ModelStatus]):
+    """The models of a table, each merged over its nodes when it is read. `outdated` are those that have changed."""
+
+    def __init__(self, table: NodeTable, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._clock = clock
+        self._merged: dict[str, tuple[ModelStatus, float]] = {}
+        self.outdated: set[str] = set()
+
+    def __getitem__(self, model: str) -> ModelStatus:
+        known = self._merged.get(model)
+        if known is not None and model not in self.outdated:
+            return known[0]
+        table, now = self._table, self._clock()
+        statuses = {node: table.models_of(node)[model] for node in table.listed(model)}
         if not statuses:
-            del self._by_model[model]
+            self._merged.pop(model, None)
+            self.outdated.discard(model)
+            raise KeyError(model)
+        if known is not None and len(statuses) > FEW_NODES and now - known[1] < MERGE_SECONDS:
+            return known[0]
+        self.outdated.discard(model)
+        status = merged(statuses)
+        self._merged[model] = status, now
+        return status
+
+    def __contains__(self, model: object) -> bool:
+        return isinstance(model, str) and any(True for _ in self._table.listed(model))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._table.models))
+
+    def __len__(self) -> int:
+        return len(tuple(self._table.models))
+
+
+def _names(models: Mapping[str, ModelStatus]) -> set[tuple[str, tuple[str, ...]]]:
+    return {(model, status.aliases) for model, status in models.items()}
+
+
+def _retry_in(failure: LikelyFailure) -> float:
+    return float("inf") if failure.retry_in is None else failure.retry_in

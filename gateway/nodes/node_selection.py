@@ -1,53 +1,66 @@
-"""The choice of a node for one request whose turn has come, and the nodes that it has tried."""
+"""The nodes for one request: collects the facts, chooses one, and keeps what happened at those that were tried."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import Failure, Scope, Verdict
+from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
-from gateway.providers.local.candidate_facts import queue_seconds
-from inference.protocol import ModelStatus, Priority
+from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, NoNode, choose
+from gateway.nodes.prefix_blocks import PrefixBlocks
+from gateway.nodes.prefixes import Prefixes
+from gateway.providers.local.candidate_facts import UNKNOWN, LikelyFailure, Speed, queue_seconds
+from inference.protocol import H_PREFIX, Priority
+
+MOST_UNLISTED = 16
+"""Nodes that are considered for a model that no node lists: the answer of any of them is the right one."""
+
+_AVOIDED = LikelyFailure("it is used only if no other node is left")
 
 
-class NoNode(NamedTuple):
-    """No node takes the request now: why, and in how many seconds one may (None when unknown)."""
+class Client(NamedTuple):
+    """The client of a request, as far as the choice of a node depends on it."""
 
-    message: str
-    retry_in: float | None = None
+    tenant: str
+    priority: Priority
 
 
 class NodeSelection:
-    """The nodes for one request. `needs` are the capabilities of a model that it requires."""
+    """The choice of nodes for one request. `nodes` are those that existed when it began."""
 
     def __init__(
         self,
         nodes: Mapping[str, Node],
-        nodes_with: Callable[[str], Mapping[str, ModelStatus]],
+        view: FleetView,
         breakers: Breakers,
-        needs: Collection[str],
-        priority: Priority,
+        prefixes: Prefixes,
+        request: InferenceRequest,
+        client: Client,
         *,
         fit_check: bool,
     ) -> None:
         self._nodes = nodes
-        self._nodes_with = nodes_with
+        self._view = view
         self._breakers = breakers
-        self._needs = needs
-        self._priority = priority
+        self._prefixes = prefixes
+        self._request = request
+        self._client = client
         self._fit_check = fit_check
         self._excluded: dict[tuple[str, str], str] = {}
         """Why a node is not used for a model; with an empty model for all."""
-        self._recovering: set[str] = set()
-        """Nodes that take few requests after a failure: they are used when no other is left."""
+        self._avoided: set[str] = set()
+        """Nodes that are used only if no other is left."""
+        self._blocks: dict[str, PrefixBlocks | None] = {}
         self.has_other = False
-        """Whether the last choice had another node that could take the request."""
+        """Whether another node could take the request as well as the last chosen one."""
 
     def failed(self, node: str, model: str, verdict: Verdict, why: str) -> None:
-        """An attempt on `node` failed: do not use it again for `model`, or at all if the service itself failed."""
+        """An attempt on `node` failed: it is not used again for `model`, or at all if the service itself failed."""
         is_service = isinstance(verdict, Failure) and verdict.scope is Scope.PROVIDER
         self.exclude(node, "" if is_service else model, why)
 
@@ -57,52 +70,69 @@ class NodeSelection:
 
     def avoid(self, node: str) -> None:
         """Use `node` only if no other is left."""
-        self._recovering.add(node)
+        self._avoided.add(node)
 
-    def choose(self, model: str) -> str | NoNode:
-        """The name of the node for `model`; the reasons if there is none."""
-        listed = self._nodes_with(model)
-        reasons: dict[str, str] = {}
-        waits: list[float] = []
-        usable: list[tuple[tuple[float, ...], str]] = []
-        for name in listed or self._nodes:  # an unknown model: the answer of any node is the right one
-            node = self._nodes.get(name)
-            if node is None:
-                continue  # it was added after the request began
-            if (why := self._excluded.get((name, model)) or self._excluded.get((name, ""))) is not None:
-                reasons[name] = why
-            elif (seconds := self._breakers.open_for(node.key, model)) is not None:
-                reasons[name] = f"breaker open for another {seconds:.0f} s"
-                waits.append(seconds)
-            elif (seconds := self._breakers.skipped_for(node.key, model, self._priority)) is not None:
-                reasons[name] = f"its queue is full for another {seconds:.0f} s"
-                waits.append(seconds)
-            elif (why := self._obstacle(listed.get(name))) is not None:
-                reasons[name] = why
-            else:
-                usable.append((self._rank(node, model, listed.get(name)), name))
-        self.has_other = len(usable) > 1
-        if usable:
-            return min(usable)[1]
-        if not self._nodes:
-            return NoNode("no node of inference.nodes is known yet")
-        return NoNode("; ".join(f"{name}: {why}" for name, why in sorted(reasons.items())), min(waits, default=None))
+    def choose(self, model: str, prompt_tokens: int) -> ChosenNode | NoNode:
+        """The node for `model`, or the reasons why there is none. `prompt_tokens` is an estimate."""
+        table = self._view.table
+        needs = NodeNeeds(prompt_tokens, self._request.needs, self._fit_check)
+        names = table.nodes_for(model, random.random)
+        blocks = self._blocks_for(model)
+        cached = {} if blocks is None else self._prefixes.index.best(blocks, names)
+        if names:
+            names += [name for name in cached if name not in names and table.status(name, model) is not None]
+        else:
+            names = list(self._nodes)[:MOST_UNLISTED]
+        size_bytes = 1 if blocks is None else blocks.size_bytes
+        cached_tokens = {name: prompt_tokens * prefix_bytes // size_bytes for name, prefix_bytes in cached.items()}
+        found = self._choose(names, model, needs, cached_tokens)
+        if isinstance(found, NoNode) and len(others := [name for name in table.listed(model) if name not in names]):
+            found = self._choose(others, model, needs, cached_tokens)  # none of the sample can take it
+        if isinstance(found, ChosenNode):
+            self.has_other = any(name not in self._avoided for name in found.others)
+        return found
 
-    def _obstacle(self, status: ModelStatus | None) -> str | None:
+    def headers(self, node: str, model: str) -> dict[str, str]:
+        """The headers of a request for `model` that is sent to `node` now; its prefix is then expected there."""
+        blocks = self._blocks_for(model)
+        return {} if blocks is None else {H_PREFIX: self._prefixes.note(node, blocks)}
+
+    def _choose(
+        self, names: Iterable[str], model: str, needs: NodeNeeds, cached_tokens: Mapping[str, int]
+    ) -> ChosenNode | NoNode:
+        nodes = [self._nodes[name] for name in names if name in self._nodes]  # others were added since
+        return choose(
+            [self._facts(node, model, cached_tokens.get(node.name, 0)) for node in nodes], needs, random.random
+        )
+
+    def _blocks_for(self, model: str) -> PrefixBlocks | None:
+        if model not in self._blocks:
+            self._blocks[model] = self._prefixes.blocks(self._client.tenant, model, self._request.body)
+        return self._blocks[model]
+
+    def _facts(self, node: Node, model: str, cached_tokens: int) -> NodeFacts:
+        breakers, key = self._breakers, node.key
+        excluded = self._excluded.get((node.name, model)) or self._excluded.get((node.name, ""))
+        open_for, full_for = breakers.open_for(key, model), breakers.skipped_for(key, model, self._client.priority)
+        outstanding = breakers.outstanding(key, model)
+        status = node.view.models.get(model)
         if status is None:
-            return None
-        if status.capabilities and (lacks := set(self._needs).difference(status.capabilities)):
-            return f"cannot do {', '.join(sorted(lacks))}"
-        if self._fit_check and status.fits is False:
-            return f"cannot fit now: {status.reason or 'not enough memory'}"
-        return None
-
-    def _rank(self, node: Node, model: str, status: ModelStatus | None) -> tuple[float, ...]:
-        """Smaller is better: sound nodes, then the shortest wait, then the fewest requests per place."""
-        outstanding = self._breakers.outstanding(node.key, model)
-        is_doubtful = node.name in self._recovering or node.view.likely_failure(model) is not None
-        if status is None:
-            return is_doubtful, 0.0, outstanding, random.random()  # noqa: S311 - spreads load, no secret
+            failure = _AVOIDED if node.name in self._avoided else None
+            return NodeFacts(
+                node.name, excluded, True, open_for, full_for, likely_failure=failure, in_flight=outstanding
+            )
+        failure = _AVOIDED if node.name in self._avoided else node.view.likely_failure(model)
         queue = queue_seconds(status.queue_seconds, outstanding, status.parallel, status.answer_seconds)
-        wait = (status.load_seconds or 0.0) + (queue or 0.0)
-        return is_doubtful, wait, outstanding / max(1, status.parallel), random.random()  # noqa: S311
+        speed = Speed(status.load_seconds, queue, status.prefill_tokens_per_second)
+        return NodeFacts(
+            node.name, excluded, True, open_for, full_for, status.capabilities or None, status.context_length or None,
+            status.fits, status.reason, status.retry_after_seconds, failure, UNKNOWN if speed == UNKNOWN else speed,
+            max(status.in_flight + status.queued, outstanding), status.parallel, cached_tokens,
+        )  # fmt: skip
+
+
+def reasons_of(found: NoNode) -> str:
+    """Why no node takes a request, as words for a message."""
+    if not found.reasons:
+        return "no node of inference.nodes is known yet"
+    return "; ".join(f"{name}: {why}" for name, why in sorted(found.reasons.items()))

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
-from gateway.nodes.node_selection import NodeSelection, NoNode
+from gateway.nodes.node_choice import NoNode
+from gateway.nodes.node_selection import NodeSelection, reasons_of
 from gateway.providers.local.candidate_facts import UNKNOWN, Facts, Speed, queue_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.routing import candidate_checks as checks
@@ -48,8 +49,11 @@ class CandidateFilter:
         *,
         cloud_allowed: bool,
         priority: Priority = Priority.NORMAL,
+        nodes: NodeSelection | None = None,
     ) -> None:
-        """`cloud_allowed`: whether the client allows clouds; the `policy` may still forbid them."""
+        """`cloud_allowed`: whether the client allows clouds; the `policy` may still forbid them. `nodes`: the choice of
+        a node, where there are several.
+        """
         self._gateway = gateway
         self._request = request
         self._candidates = candidates
@@ -63,13 +67,7 @@ class CandidateFilter:
         self._requirements = Requirements(request.needs, record.cloud_allowed, policy.route.fit_check)
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}
-        self.nodes: NodeSelection | None = None
-        """The choice of a node where there are several."""
-        if gateway.fleet_view is not None:
-            self.nodes = NodeSelection(
-                gateway.nodes, gateway.fleet_view.nodes_with, gateway.breakers, request.needs, priority,
-                fit_check=policy.route.fit_check,
-            )  # fmt: skip
+        self.nodes = nodes
 
     def select(self) -> Selection:
         """The candidates in order, without those that facts or policy rule out; fills the explain record."""
@@ -141,10 +139,11 @@ class CandidateFilter:
         """`candidate` on the node that takes the request now, if there are several nodes; the reason if none does."""
         if self.nodes is None or not candidate.is_local:
             return candidate
-        node = self.nodes.choose(candidate.model)
-        if isinstance(node, NoNode):
-            return Dropped(candidate, Drop.NO_NODE, node.message, node.retry_in)
-        candidate = replace(candidate, node=node)
+        tokens = self._counts.get(candidate.model) or checks.about_tokens(self._request.size_bytes)
+        found = self.nodes.choose(candidate.model, tokens)
+        if isinstance(found, NoNode):
+            return Dropped(candidate, Drop.NO_NODE, reasons_of(found), found.retry_in)
+        candidate = replace(candidate, node=found.name)
         if candidate.position < len(self._considered):
             self._considered[candidate.position] = Considered(self.facts(candidate))
         return candidate

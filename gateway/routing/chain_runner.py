@@ -69,7 +69,7 @@ class ChainRunner:
         self.candidates = expand(policy.route.chain, match.model, gateway.view.aliases)
         self._filter = CandidateFilter(
             gateway, request, policy, self.candidates, record,
-            cloud_allowed=context.cloud_allowed, priority=context.priority,
+            cloud_allowed=context.cloud_allowed, priority=context.priority, nodes=self._state.nodes,
         )  # fmt: skip
         self._outcomes = CandidateOutcomes(record)
         self._waiting: deque[Candidate] = deque()

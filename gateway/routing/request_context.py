@@ -18,6 +18,8 @@ from gateway.breaker.outcome import End, provider_key
 from gateway.breaker.permits import Refused
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
+from gateway.nodes.node_selection import Client, NodeSelection
+from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call, Provider
@@ -85,11 +87,23 @@ class GatewayState:
     telemetry: Telemetry
     breaker_generation: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    prefixes: Prefixes | None = None
 
     @functools.cached_property
     def fleet_view(self) -> FleetView | None:
         """The view where candidates have to be settled on a node; None for the only service."""
         return self.view if isinstance(self.view, FleetView) else None
+
+    def selection(
+        self, request: InferenceRequest, policy: RoutePolicy, context: RequestContext
+    ) -> NodeSelection | None:
+        """The choice of nodes for a request; None where there is only one inference service."""
+        if self.fleet_view is None or self.prefixes is None:
+            return None
+        return NodeSelection(
+            self.nodes, self.fleet_view, self.breakers, self.prefixes, request,
+            Client(context.tenant, context.priority), fit_check=policy.route.fit_check,
+        )  # fmt: skip
 
     def view_of(self, candidate: Candidate) -> InferenceView | FleetView:
         """The models of the candidate's node, or of all nodes while it is not settled."""
@@ -118,7 +132,7 @@ class GatewayState:
         if not candidate.is_local or candidate.node or self.fleet_view is None:
             return seconds_for(candidate.provider_key, model)
         least: float | None = None
-        for name in self.fleet_view.nodes_with(model) or self.nodes:
+        for name in self.fleet_view.table.listed(model) or self.nodes:
             if (seconds := seconds_for(provider_key(name), model)) is None:
                 return None
             least = seconds if least is None else min(least, seconds)
@@ -178,10 +192,13 @@ class RequestState:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     """Cached, because each call of `get_running_loop` costs a system call."""
     conversation: str | None = None
+    nodes: NodeSelection | None = field(init=False)
+    """The choice of nodes; None where there is only one inference service."""
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
         limits, context = self.policy.limits, self.context
+        self.nodes = self.gateway.selection(self.request, self.policy, context)
         if context.silence_seconds is not None:
             limits = limits._replace(client_silence=context.silence_seconds, client_gap=context.gap_seconds)
         self.budget = Budget(limits, self.loop.time(), waited=self.waited_seconds)
@@ -221,6 +238,8 @@ class RequestState:
                 headers[H_STREAM_INTERVAL] = self.stream_interval
             if self.context.kv is not None:
                 headers[H_KV] = self.context.kv
+            if self.nodes is not None and candidate.node:
+                headers |= self.nodes.headers(candidate.node, candidate.model)
             status = self.gateway.view_of(candidate).models.get(candidate.model)
             if status is not None and status.replicas and (key := self._conversation_key()) is not None:
                 headers[H_CONVERSATION] = key

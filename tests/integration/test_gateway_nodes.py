@@ -139,3 +139,14 @@ async def test_reload_replaces_nodes_without_losing_a_request(fleet: Fleet) -> N
     assert answer.status_code == 200
     assert "x-headgate-node" not in answer.headers
     assert set(gateway.runtime.fleet.nodes) == {""}
+
+
+async def test_turns_of_a_conversation_go_to_the_node_that_has_its_beginning(fleet: Fleet) -> None:
+    messages = [{"role": "user", "content": "a long text " * 1000}]
+    first, _ = await fleet.ask(messages=messages)
+    labels: list[set[str]] = []
+    for turn in range(6):
+        messages += [{"role": "assistant", "content": f"answer {turn}"}, {"role": "user", "content": f"turn {turn}"}]
+        assert (await fleet.ask(messages=messages))[0] == first
+        labels.append(set(fleet.nodes[first].seen[-1].headers["x-headgate-prefix"].split(",")))
+    assert all(before < after for before, after in zip(labels, labels[1:], strict=False))
