@@ -152,13 +152,13 @@ class MergedModels(Mapping[str, ModelStatus]):
         return status
 
     def __contains__(self, model: object) -> bool:
-        return isinstance(model, str) and any(True for _ in self._table.listed(model))
+        return isinstance(model, str) and bool(self._table.listed(model))
 
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._table.models))
 
     def __len__(self) -> int:
-        return len(tuple(self._table.models))
+        return len(self._table.models)
 
 
 def _names(models: Mapping[str, ModelStatus]) -> set[tuple[str, tuple[str, ...]]]:

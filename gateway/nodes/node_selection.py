@@ -14,7 +14,7 @@ from gateway.nodes.node import Node
 from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, NoNode, choose
 from gateway.nodes.prefix_blocks import PrefixBlocks
 from gateway.nodes.prefixes import Prefixes
-from gateway.providers.local.candidate_facts import UNKNOWN, LikelyFailure, Speed, queue_seconds
+from gateway.providers.local.candidate_facts import LikelyFailure
 from inference.protocol import H_PREFIX, Priority
 
 MOST_UNLISTED = 16
@@ -111,24 +111,22 @@ class NodeSelection:
         return self._blocks[model]
 
     def _facts(self, node: Node, model: str, cached_tokens: int) -> NodeFacts:
-        breakers, key = self._breakers, node.key
-        excluded = self._excluded.get((node.name, model)) or self._excluded.get((node.name, ""))
-        open_for, full_for = breakers.open_for(key, model), breakers.skipped_for(key, model, self._client.priority)
-        outstanding = breakers.outstanding(key, model)
-        status = node.view.models.get(model)
+        breakers, table, priority = self._breakers, self._view.table, self._client.priority
+        status = table.status(node.name, model)
         if status is None:
-            failure = _AVOIDED if node.name in self._avoided else None
-            return NodeFacts(
-                node.name, excluded, True, open_for, full_for, likely_failure=failure, in_flight=outstanding
-            )
+            found = NodeFacts(node.name, in_flight=breakers.outstanding(node.key, model))
+        else:
+            # the report has the requests of other gateways, `outstanding` those of this one since then
+            in_flight = max(table.in_flight(node.name, model), breakers.outstanding(node.key, model))
+            load = table.node_load(node.name)
+            found = NodeFacts.of(node.name, status, in_flight, load, cached_tokens, first=priority is Priority.HIGH)
         failure = _AVOIDED if node.name in self._avoided else node.view.likely_failure(model)
-        queue = queue_seconds(status.queue_seconds, outstanding, status.parallel, status.answer_seconds)
-        speed = Speed(status.load_seconds, queue, status.prefill_tokens_per_second)
-        return NodeFacts(
-            node.name, excluded, True, open_for, full_for, status.capabilities or None, status.context_length or None,
-            status.fits, status.reason, status.retry_after_seconds, failure, UNKNOWN if speed == UNKNOWN else speed,
-            max(status.in_flight + status.queued, outstanding), status.parallel, cached_tokens,
-        )  # fmt: skip
+        return found._replace(
+            excluded=self._excluded.get((node.name, model)) or self._excluded.get((node.name, "")),
+            breaker_open_for=breakers.open_for(node.key, model),
+            queue_full_for=breakers.skipped_for(node.key, model, priority),
+            likely_failure=failure,
+        )
 
 
 def reasons_of(found: NoNode) -> str:

@@ -87,6 +87,11 @@ class NodeTable:
         return self._nodes.keys()
 
     @property
+    def models(self) -> Collection[str]:
+        """The models that a node lists."""
+        return self._listed.keys()
+
+    @property
     def loaded_models(self) -> Collection[str]:
         """The models that are loaded on a node, or will be soon."""
         return self._loaded.keys()

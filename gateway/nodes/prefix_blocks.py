@@ -1,7 +1,7 @@
 """Hashes of the blocks of a prompt, each of which stands for the whole prompt up to the end of its block.
 
 Two prompts with the same hash begin alike up to there, so a node that has computed one has the KV cache of the
-beginning of the other. The hashes are keyed: without the secret nobody can tell which prompt has a hash, and prompts
+beginning of the other. The hashes are keyed: without the secret a hash does not show that a prompt is there, and prompts
 of different tenants or models have different hashes.
 """
 

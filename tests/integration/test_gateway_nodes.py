@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ class Fleet:
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         a, b = [await stack.enter_async_context(FakeInference("token")) for _ in range(2)]
+        for service in (a, b):
+            service.models = {name: replace(status, load_seconds=0.0) for name, status in service.models.items()}
         config = CONFIG.format(a=a.url, b=b.url)
         gateway = await stack.enter_async_context(Gateway(tmp_path, a.url, config))
         await until("both answer", lambda: gateway.runtime.view.is_complete)
@@ -149,4 +153,4 @@ async def test_turns_of_a_conversation_go_to_the_node_that_has_its_beginning(fle
         messages += [{"role": "assistant", "content": f"answer {turn}"}, {"role": "user", "content": f"turn {turn}"}]
         assert (await fleet.ask(messages=messages))[0] == first
         labels.append(set(fleet.nodes[first].seen[-1].headers["x-headgate-prefix"].split(",")))
-    assert all(before < after for before, after in zip(labels, labels[1:], strict=False))
+    assert all(before < after for before, after in itertools.pairwise(labels))
