@@ -1,4 +1,4 @@
-"""The blocks of prompts: who can tell them, where they end, and what is part of them."""
+"""The blocks of prompts: their secret, where they end, and what is part of them."""
 
 from __future__ import annotations
 
