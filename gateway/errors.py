@@ -6,6 +6,7 @@ GatewayError
 └── RefusedError         the gateway cannot serve now: queue full, no tier available, shutting down
 
 UpstreamError            an error of one attempt at a provider; `gateway.breaker.outcome` classifies it
+StoreLostError           the store that gateways share does not answer; the caller goes on with its local state
 """
 
 from __future__ import annotations
@@ -121,3 +122,7 @@ class UpstreamError(Exception):
 
     def __str__(self) -> str:
         return f"{self.kind}{f' {self.status}' if self.status else ''}: {self.message}"
+
+
+class StoreLostError(Exception):
+    """The store that gateways share did not answer. No client gets this error."""

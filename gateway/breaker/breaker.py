@@ -30,8 +30,9 @@ from gateway.breaker.state_machine import BreakerStorage, StateMachine
 
 log = logging.getLogger("gateway.breaker.breakers")
 
-REQUESTS, PROBES, RESTART = "requests", "probes", "restart"
-"""What opened a breaker: users' requests, probes of the gateway, or it was open before the gateway was restarted."""
+REQUESTS, PROBES, RESTART, FLEET = "requests", "probes", "restart", "fleet"
+"""What opened a breaker: users' requests, probes of the gateway, it was open before the gateway was restarted, or
+another gateway opened it."""
 
 SHORT_WAIT_SECONDS = 1.0
 """The wait for a running probe, or for the next step of a ramp."""
@@ -259,6 +260,22 @@ class Breaker:
             storage.open_until = min(storage.open_until, now)
         elif finding is Finding.BAD:
             storage.open_until = max(storage.open_until, now + min(POSTPONE_SECONDS, self._rule.open))
+
+    def follow(self, open_until: float | None, reason: str, needs_memory: bool = False) -> None:
+        """Take over what another gateway recorded: open until then because of `reason`, or closed (None)."""
+        if open_until is None:
+            if self.state is OPEN:
+                self._machine.half_open()  # so that a ramp follows, as where the probe succeeded
+            if self.state is HALF_OPEN:
+                self._machine.close()
+            return
+        self.last_failure, self.needs_memory, self.source = reason, needs_memory, FLEET
+        if self.state is OPEN:
+            self.storage.open_until = open_until
+        else:
+            self._open_reason = "failures at another gateway"
+            self._machine.open(open_until)
+            self._open_reason = None
 
     def reset(self) -> None:
         """Close the breaker by hand."""

@@ -69,17 +69,24 @@ class BreakerFile(BreakerStore):
         self._providers = providers
         self._clock = clock
         self._wall = wall
+        self.on_change: Callable[[str, str], None] | None = None
+        """Called with provider and model after each change of what the file keeps."""
         self._changed = asyncio.Event()
         self._written: list[Entry] = []
         self._fails = False
 
-    def _new(self) -> BreakerStorage:
-        return FileStorage(self._changed.set)
+    def _new(self, provider: str, model: str) -> BreakerStorage:
+        return FileStorage(lambda: self._note(provider, model))
+
+    def _note(self, provider: str, model: str) -> None:
+        self._changed.set()
+        if self.on_change is not None:
+            self.on_change(provider, model)
 
     def discard(self, provider: str, model: str) -> None:
         """Forget the state of one breaker."""
         super().discard(provider, model)
-        self._changed.set()
+        self._note(provider, model)
 
     async def load(self) -> None:
         """Open the breakers of the file. Logs one line if the file cannot be used."""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.breaker.breaker import Breaker, Clock, OnState
+from gateway.breaker.breaker import SHORT_WAIT_SECONDS, Breaker, Clock, OnState
 from gateway.breaker.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.breaker.permits import CLOSED, BreakerState, Permit, Refused, Rule
+from gateway.breaker.probe_claims import Claim, ClaimRefused, ProbeClaims
 from gateway.breaker.silence import StreamActivity
 from gateway.breaker.state_machine import BreakerStore
 from inference.protocol import Priority
@@ -22,19 +23,32 @@ MAX_BREAKERS = 512
 """Model names come from clients where a route is `*`: above this number old breakers are removed, except those with
 running attempts."""
 
+CLAIM_TRIES = 3
+"""A claim is tried again when another gateway changed the state meanwhile."""
+
 
 @dataclass(slots=True)
 class _HeldPermit:
-    """One of the two permits of a lease. `is_confirmed`: its success was recorded and the answer continues."""
+    """One of the two permits of a lease. `is_confirmed`: its success was recorded and the answer continues.
+    `claim`: of a probe, where several gateways share breakers.
+    """
 
     breaker: Breaker
     permit: Permit
     is_confirmed: bool = False
+    claim: Claim | None = None
 
     def confirm_probe(self) -> None:
         renewed = self.breaker.confirm_probe(self.permit)
-        self.is_confirmed |= renewed is not self.permit
+        if renewed is not self.permit:
+            self.is_confirmed = True
+            self.release_claim()
         self.permit = renewed
+
+    def release_claim(self) -> None:
+        if self.claim is not None:
+            self.claim.release(self.breaker.provider, self.breaker.model)
+            self.claim = None
 
 
 @dataclass(slots=True)
@@ -90,6 +104,22 @@ class Lease:
         self._is_settled = True
         for held in self._held:
             held.breaker.release(held.permit)
+            held.release_claim()
+
+    async def claim(self, claims: ProbeClaims) -> ClaimRefused | None:
+        """Claims the probes of this lease among all gateways, or returns the lease and why there is none."""
+        probing = [held for held in self._held if held.permit.is_probe]
+        try:
+            claim = await claims.claim([(held.breaker.provider, held.breaker.model) for held in probing])
+        except BaseException:
+            self.release()
+            raise
+        if isinstance(claim, ClaimRefused):
+            self.release()
+            return claim
+        for held in probing:
+            held.claim = claim
+        return None
 
     def settle(self, verdict: Verdict, reason: str = "") -> None:
         """Record how the attempt ended; `reason` is shown as the last failure."""
@@ -108,6 +138,7 @@ class Lease:
                 breaker.succeed(held.permit)
             else:
                 breaker.release(held.permit)
+            held.release_claim()
         if not self._held or self._held[0].breaker.is_retired:
             return  # the provider of this name was replaced
         if failure is not None:
@@ -129,6 +160,8 @@ class Breakers:
         store: BreakerStore | None = None,
     ) -> None:
         self.on_failure = on_failure
+        self.claims: ProbeClaims | None = None
+        """Set where several gateways share breakers: a probe needs a claim besides its permit."""
         self._rule = rule
         self.max_breakers = max_breakers
         self.clock = clock
@@ -207,6 +240,21 @@ class Breakers:
             outer.release(first)
             return second
         return Lease((_HeldPermit(outer, first), _HeldPermit(inner, second)), self, (provider, model))
+
+    async def acquire_claimed(
+        self, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
+    ) -> Lease | Refused:
+        """Like `acquire`; a probe is also claimed among all gateways, which takes one round trip to their store."""
+        refused = ClaimRefused(provider, model, changed=True)
+        for _ in range(CLAIM_TRIES):
+            lease = self.acquire(provider, model, expires, forced, generation)
+            if self.claims is None or isinstance(lease, Refused) or not lease.is_probe:
+                return lease
+            if (now_refused := await lease.claim(self.claims)) is None:
+                return lease
+            if not (refused := now_refused).changed:
+                break
+        return Refused(self.breaker(refused.provider, refused.model).name, SHORT_WAIT_SECONDS)
 
     def open_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. An estimate: `acquire` decides."""

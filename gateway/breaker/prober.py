@@ -16,6 +16,7 @@ from gateway.breaker.breaker import PROBES, Breaker, Clock
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import LOCAL, Failure, Scope
 from gateway.breaker.permits import BreakerState, Permit, Refused
+from gateway.breaker.probe_claims import Claim, ClaimRefused
 from gateway.breaker.probe_schedule import TIMEOUT_SECONDS, Finding, ProbeKind, Purpose, Step, Watch
 from gateway.errors import UpstreamError
 from inference.protocol import H_PROBE, ModelStatus
@@ -121,8 +122,14 @@ class Prober:
             return
         permit = self._permit(breaker, step, expires)
         finding, detail = Finding.UNKNOWN, "the probe was not made"
+        probing = [held for held, mine in ((service, outer), (breaker, permit)) if mine is not None and mine.is_probe]
+        claim: Claim | ClaimRefused | None = None
         try:
-            if permit is not None:  # otherwise the state changed since the step was chosen
+            if self._breakers.claims is not None and probing:
+                claim = await self._breakers.claims.claim([(held.provider, held.model) for held in probing])
+            if isinstance(claim, ClaimRefused):
+                detail = "another gateway probes it"
+            elif permit is not None:  # otherwise the state changed since the step was chosen
                 finding, detail = await self._make(step)
         finally:
             if outer is not None:
@@ -130,7 +137,10 @@ class Prober:
             if permit is not None:
                 self._note(step, finding)
                 self._settle(breaker, permit, step, finding, detail)
-        if permit is not None:
+            if claim is not None and not isinstance(claim, ClaimRefused):
+                for held in probing:
+                    claim.release(held.provider, held.model)
+        if permit is not None and not isinstance(claim, ClaimRefused):
             self._on_probe(step.purpose, finding)
 
     def _note(self, step: Step, finding: Finding) -> None:

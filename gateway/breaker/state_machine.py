@@ -51,10 +51,10 @@ class BreakerStore:
         """The storage of one breaker; a new one is closed."""
         storage = self._storages.get((provider, model))
         if storage is None:
-            storage = self._storages[provider, model] = self._new()
+            storage = self._storages[provider, model] = self._new(provider, model)
         return storage
 
-    def _new(self) -> BreakerStorage:
+    def _new(self, provider: str, model: str) -> BreakerStorage:
         return MemoryStorage()
 
     def discard(self, provider: str, model: str) -> None:

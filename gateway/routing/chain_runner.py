@@ -196,7 +196,7 @@ class ChainRunner:
             assert provider is not None, "the filter drops absent providers"
             other_node = nodes is not None and nodes.has_other
             forced = not other_node and (not waiting or outcomes.is_deferred(candidate))
-            lease = state.acquire(candidate, forced=forced)
+            lease = await state.acquire(candidate, forced=forced)
             if isinstance(lease, Refused):
                 if nodes is not None and other_node:
                     if lease.recovering:

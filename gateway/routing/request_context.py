@@ -263,11 +263,11 @@ class RequestState:
         bound = min(wanted, status.context_length)
         return body if bound == wanted else changed(body, max_tokens=bound)
 
-    def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
+    async def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
         """Permits for an attempt at `candidate`, or the refusal. A permit expires after `total` plus `inter_token`."""
         limits, gateway = self.budget.limits, self.gateway
         expires_at = time.monotonic() + limits.total + limits.inter_token
-        return gateway.breakers.acquire(
+        return await gateway.breakers.acquire_claimed(
             candidate.provider_key, candidate.model, expires_at, forced, gateway.breaker_generation
         )
 

@@ -288,7 +288,7 @@ class Answer:
     async def _open(self, candidate: Candidate, body: AnyRequest, *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise the seconds until it may, infinite when unknown."""
         assert self._budget is not None
-        attempt = _attempt(self._state, candidate, body, self._budget, last)
+        attempt = await _attempt(self._state, candidate, body, self._budget, last)
         if isinstance(attempt, str):
             self._drop(candidate, attempt)
             return math.inf
@@ -306,12 +306,14 @@ class Answer:
         self._state.gateway.telemetry.resume.labels(result).inc()
 
 
-def _attempt(state: RequestState, candidate: Candidate, body: AnyRequest, budget: Budget, last: bool) -> Attempt | str:
+async def _attempt(
+    state: RequestState, candidate: Candidate, body: AnyRequest, budget: Budget, last: bool
+) -> Attempt | str:
     """An attempt of `candidate` with `body`, or why there is none."""
     provider = state.gateway.provider_of(candidate)
     if provider is None:
         return "its provider is gone"
-    lease = state.acquire(candidate, forced=True)  # a recovering breaker must not end an answer that has begun
+    lease = await state.acquire(candidate, forced=True)  # a recovering breaker must not end an answer that has begun
     if isinstance(lease, Refused):
         return f"breaker {lease.by} is open for another {lease.retry_in:.1f} s"
     try:

@@ -1,0 +1,204 @@
+"""One connection to Redis or Valkey. Commands are sent in order; those that wait are sent together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from gateway.errors import StoreLostError
+from gateway.shared_state.scripts import CHANNEL, SCRIPTS
+
+CALL_SECONDS = 0.25
+"""Deadline of the commands that are sent together; a command may wait for earlier ones before, for as long again."""
+CONNECT_SECONDS = 1.0
+MOST_WAITING = 10_000
+"""Commands that wait to be sent."""
+MOST_TOGETHER = 256
+
+Values = Sequence[str | int | float]
+_OPTIONS: dict[str, Any] = {
+    "decode_responses": True,
+    "encoding_errors": "surrogatepass",
+    "socket_timeout": None,
+    "socket_connect_timeout": CONNECT_SECONDS,
+    "client_name": "headgate",
+}
+
+
+@dataclass(slots=True)
+class _Command:
+    operation: str
+    packed: Iterable[bytes]
+    reply: asyncio.Future[Any] | None
+
+
+def shown(url: str) -> str:
+    """The address without user name and password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class Store:
+    """The connection. `on_lost` is called once with the reason when it breaks; then `open` makes a new one.
+
+    `on_error` is called with the operation of each command that failed.
+    """
+
+    def __init__(self, url: str, on_lost: Callable[[str], None], on_error: Callable[[str], None]) -> None:
+        self._pool = ConnectionPool.from_url(url, **_OPTIONS)
+        self._on_lost = on_lost
+        self._on_error = on_error
+        self._connection: AbstractConnection | None = None
+        self._hashes: dict[str, str] = {}
+        self._waiting: deque[_Command] = deque()
+        self._wake = asyncio.Event()
+        self._sender: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Connects and loads the scripts; raises StoreLostError."""
+        connection = await self._connect()
+        try:
+            with _as_lost():
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    for name, text in SCRIPTS.items():
+                        await connection.send_command("SCRIPT", "LOAD", text)
+                        self._hashes[name] = await connection.read_response()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        self._connection = connection
+        self._wake.clear()
+        self._sender = asyncio.create_task(self._send(connection), name="shared-state-sender")
+
+    async def listen(self, on_message: Callable[[str], None]) -> None:
+        """Passes each published message to `on_message`, on a connection of its own; raises StoreLostError."""
+        connection = await self._connect()
+        try:
+            with _as_lost():
+                await connection.send_command("SUBSCRIBE", CHANNEL)
+                await connection.read_response(timeout=CONNECT_SECONDS, push_request=True)
+                while True:
+                    message = await connection.read_response(timeout=math.inf, push_request=True)
+                    if isinstance(message, list) and len(message) == 3 and message[0] == "message":
+                        on_message(message[2])
+        finally:
+            await connection.disconnect(nowait=True)
+
+    async def _connect(self) -> AbstractConnection:
+        connection: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        with _as_lost():
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await connection.connect()
+        return connection
+
+    async def call(self, operation: str, script: str, keys: Sequence[str], values: Values = ()) -> Any:
+        """The reply of a script; raises StoreLostError."""
+        reply = asyncio.get_running_loop().create_future()
+        self._submit(operation, script, keys, values, reply)
+        return await reply
+
+    def post(self, operation: str, script: str, keys: Sequence[str], values: Values = ()) -> asyncio.Future[Any] | None:
+        """Sends a script after the commands that wait already. The reply may be ignored; None while it is lost."""
+        reply = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(_ignore_loss)
+        try:
+            self._submit(operation, script, keys, values, reply)
+        except StoreLostError:
+            return None
+        return reply
+
+    def _submit(
+        self, operation: str, script: str, keys: Sequence[str], values: Values, reply: asyncio.Future[Any]
+    ) -> None:
+        if self._connection is None:
+            raise StoreLostError("not connected")
+        if len(self._waiting) >= MOST_WAITING:
+            self._on_error(operation)
+            raise StoreLostError(f"{MOST_WAITING} commands wait to be sent")
+        packed = self._connection.pack_command("EVALSHA", self._hashes[script], len(keys), *keys, *values)
+        self._waiting.append(_Command(operation, packed, reply))
+        self._wake.set()
+
+    async def _send(self, connection: AbstractConnection) -> None:
+        """Sends what waits until the connection breaks."""
+        sent: list[_Command] = []
+        try:
+            while True:
+                await self._wake.wait()
+                sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_TOGETHER))]
+                with _as_lost():
+                    async with asyncio.timeout(CALL_SECONDS):
+                        await self._exchange(connection, sent)
+                sent = []
+                if not self._waiting:
+                    self._wake.clear()
+        except StoreLostError as error:
+            self._lose(error, sent)
+        finally:
+            await connection.disconnect(nowait=True)
+
+    async def _exchange(self, connection: AbstractConnection, commands: Sequence[_Command]) -> None:
+        packed = b"".join(part for command in commands for part in command.packed)
+        await connection.send_packed_command(packed, check_health=False)
+        for command in commands:
+            reply: Any = None
+            try:
+                reply = await connection.read_response()
+            except NoScriptError:
+                raise  # the server forgot the scripts: `open` loads them
+            except ResponseError as error:
+                self._on_error(command.operation)
+                if command.reply is not None and not command.reply.done():
+                    command.reply.set_exception(StoreLostError(f"{command.operation}: {error}"))
+                continue
+            if command.reply is not None and not command.reply.done():
+                command.reply.set_result(reply)
+
+    def _lose(self, error: StoreLostError, sent: Sequence[_Command]) -> None:
+        self._connection = None
+        lost, self._waiting = [*sent, *self._waiting], deque()
+        for command in lost:
+            if command.reply is not None and not command.reply.done():
+                command.reply.set_exception(error)
+        for operation in {command.operation for command in lost}:
+            self._on_error(operation)
+        self._on_lost(str(error))
+
+    async def close(self) -> None:
+        """Sends what waits, within the deadline of a call, and closes the connection."""
+        if self._sender is None:
+            return
+        if self._connection is not None and self._waiting:
+            with contextlib.suppress(StoreLostError, TimeoutError):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await self.call("close", "now", ())
+        self._connection = None
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _as_lost() -> Any:
+    """Every failure of the connection as StoreLostError."""
+    try:
+        yield
+    except TimeoutError:
+        raise StoreLostError("no answer in time") from None
+    except (RedisError, OSError, ssl.SSLError, UnicodeError) as error:
+        raise StoreLostError(str(error) or type(error).__name__) from error
+
+
+def _ignore_loss(reply: asyncio.Future[Any]) -> None:
+    if not reply.cancelled():
+        reply.exception()

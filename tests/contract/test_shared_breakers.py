@@ -1,0 +1,226 @@
+"""Guarantees of breakers that several gateways share in Redis or Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.breaker.breakers import Lease
+from gateway.breaker.outcome import Ignore, Reason, Success
+from gateway.breaker.permits import BreakerState, Rule
+from gateway.shared_state import breaker_sync
+from gateway.shared_state.scripts import GATEWAYS
+from tests.rigs.redis_server import RedisServer
+from tests.rigs.shared_gateways import PAIR, SharedGateway, until
+
+OPEN, CLOSED = BreakerState.OPEN, BreakerState.CLOSED
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def _no_data(server: RedisServer) -> None:
+    server.command("FLUSHALL")
+
+
+async def test_open_period_and_recovery_reach_the_other_gateways(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        entry = two.breakers.breaker("p", "m").describe()
+        assert (entry["source"], entry["last_failure"]) == ("fleet", "it failed")
+        await asyncio.sleep(0.2)
+        probe = await two.acquire()
+        assert probe is not None
+        assert probe.is_probe
+        probe.settle(Success())
+        await until(lambda: one.is_state(CLOSED), 1)
+        assert one.breakers.breaker("p", "m").describe()["ramp"] is not None, "the recovery ramps up here as well"
+
+
+async def test_gateway_that_starts_takes_over_open_breakers(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path, rule=Rule(failures=2, open=30)) as one:
+        await one.open()
+        await asyncio.sleep(0.05)
+        async with SharedGateway(server.url, tmp_path) as two:
+            assert two.breakers.open_for("p", "m") == pytest.approx(30, abs=0.5)
+
+
+async def test_clocks_of_machines_may_differ(server: RedisServer, tmp_path: Path) -> None:
+    long = Rule(failures=2, open=30)
+    async with (
+        SharedGateway(server.url, tmp_path, 30.0, long) as ahead,
+        SharedGateway(server.url, tmp_path, -3000.0, long) as behind,
+    ):
+        for first, second, model in ((ahead, behind, "a"), (behind, ahead, "b")):
+            await first.open(model)
+            await until(lambda second=second, model=model: second.is_state(OPEN, model), 1)  # type: ignore[misc]
+            assert second.breakers.open_for("p", model) == pytest.approx(30, abs=0.5)
+            second.breakers.reset(f"p/{model}")
+            await until(lambda first=first, model=model: first.is_state(CLOSED, model), 1)  # type: ignore[misc]
+
+
+async def test_exactly_one_gateway_probes_a_half_open_breaker(server: RedisServer, tmp_path: Path) -> None:
+    chance = random.Random(7)
+    async with (
+        SharedGateway(server.url, tmp_path) as one,
+        SharedGateway(server.url, tmp_path, 30.0) as two,
+        SharedGateway(server.url, tmp_path, -30.0) as three,
+    ):
+        gateways, running, most = (one, two, three), 0, 0
+
+        async def request(gateway: SharedGateway, model: str) -> bool:
+            nonlocal running, most
+            await asyncio.sleep(chance.random() * 0.004)
+            lease = await gateway.acquire(model)
+            if lease is None or not lease.is_probe:
+                if lease is not None:
+                    lease.release()
+                return False
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.003)
+            running -= 1
+            lease.settle(chance.choice((Success(), PAIR, Ignore(Reason.DEADLINE))), "it failed")
+            return True
+
+        probes = 0
+        for round in range(150):
+            model = f"m{round}"
+            await chance.choice(gateways).open(model)
+            await until(lambda model=model: all(one.is_state(OPEN, model) for one in gateways), 1)  # type: ignore[misc]
+            for gateway in gateways:
+                gateway.breakers.breaker("p", model).storage.open_until = gateway.clock()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(request(chance.choice(gateways), model)) for _ in range(6)]
+            probes += sum(task.result() for task in tasks)
+        assert most == 1
+        assert probes >= 150
+
+
+async def test_probe_of_a_gateway_that_knows_less_is_refused(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        two.state.on_message.clear()  # messages are lost
+        await asyncio.sleep(0.2)
+        probe = await one.acquire()
+        assert probe is not None
+        assert await two.acquire() is None, "the probe is running"
+        probe.settle(Success())
+        async with asyncio.timeout(1):
+            while (late := await two.acquire()) is None:
+                await asyncio.sleep(0.005)
+        assert not late.is_probe, "the claim brought the news that it is closed"
+
+
+async def test_claim_ends_with_its_gateway(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker_sync, "CLAIM_SECONDS", 0.3)
+    async with SharedGateway(server.url, tmp_path) as two:
+        one = SharedGateway(server.url, tmp_path)
+        await one.state.start()
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        await asyncio.sleep(0.2)
+        assert await one.acquire() is not None
+        assert await two.acquire() is None
+        for task in one.state._tasks:  # killed: it does not release anything
+            task.cancel()
+        one.state.is_up = False
+        await asyncio.sleep(0.35)
+        probe = await two.acquire()
+        assert probe is not None
+        assert probe.is_probe
+        await one.state.stop()
+
+
+async def test_cancelled_probe_returns_its_claim(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        await asyncio.sleep(0.2)
+        for yields in range(6):
+            task = asyncio.create_task(one.acquire())
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                if (lease := await task) is not None:
+                    lease.release()
+        async with asyncio.timeout(1):
+            while (lease := await two.acquire()) is None:
+                await asyncio.sleep(0.01)
+        assert lease.is_probe
+
+
+async def test_lost_store_leaves_each_gateway_its_own_state(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        await until(lambda: one.state.gateways == 2)
+        server.kill()
+        try:
+            await until(lambda: not (one.state.is_up or two.state.is_up), 3)
+            await one.open("while-lost")
+            await two.open("other")
+            await asyncio.sleep(0.2)
+            assert isinstance(await one.acquire("while-lost"), Lease), "its own probe"
+            assert one.state.gateways == 2
+            assert two.is_state(CLOSED, "while-lost")
+        finally:
+            server.start()
+        long = Rule(failures=2, open=30)
+        for gateway in (one, two):
+            gateway.breakers.set_rule(long)
+        await one.open("long")
+        await until(lambda: one.state.is_up and two.state.is_up)
+        await until(lambda: two.is_state(OPEN, "long"), 4)
+        assert one.states.count(True) > 1
+        assert False in one.states
+
+
+async def test_change_during_an_outage_does_not_undo_a_later_one(server: RedisServer, tmp_path: Path) -> None:
+    long = Rule(failures=2, open=30)
+    async with (
+        SharedGateway(server.url, tmp_path, rule=long) as one,
+        SharedGateway(server.url, tmp_path, rule=long) as two,
+    ):
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        one.state._lost("a test")  # this gateway alone
+        one.breakers.reset("p/m")
+        two.breakers.reset("p/m")
+        await two.open()
+        await until(lambda: one.state.is_up)
+        assert one.is_state(OPEN)
+        assert two.is_state(OPEN)
+
+
+async def test_server_that_hangs_costs_a_request_at_most_its_deadline(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one:
+        await one.open()
+        await asyncio.sleep(0.25)
+        server.pause(1.0)
+        began = one.clock()
+        probe = await one.acquire()
+        assert probe is not None, "without the store the gateway probes alone"
+        assert one.clock() - began < 0.8
+        probe.release()
+        await until(lambda: one.state.is_up, 6)
+
+
+async def test_number_of_gateways_follows_their_heartbeats(server: RedisServer, tmp_path: Path) -> None:
+    async with SharedGateway(server.url, tmp_path) as one:
+        async with SharedGateway(server.url, tmp_path):
+            await until(lambda: one.state.gateways == 2, 3)
+        assert server.command("ZCARD", GATEWAYS) == b":1\r\n"
