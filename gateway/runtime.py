@@ -40,14 +40,17 @@ from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
+from gateway.shared_state.shared_leases import Leases, LocalLeases, SharedLeases
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
 from gateway.usage.usage_service import UsageService
+from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 from headgate.shared.traces import tracing
 from inference.protocol import Code
 
 if TYPE_CHECKING:
+    from gateway.shared_state.shared_state import SharedState
     from headgate.shared.traces.otlp_tracer import Tracer
 
 log = logging.getLogger("gateway.runtime")
@@ -105,12 +108,12 @@ class Runtime:
         self.keys = self._keys(config)
         self.usage = UsageService(state.root, config, self._use_stored_keys)
         self.telemetry = Telemetry()
-        self._breaker_file = BreakerFile(
-            state, lambda: (*(node.key for node in self.fleet.nodes.values()), *self.config.providers)
-        )
+        self.shared_state = _shared_state(config, self.telemetry)
+        self._breaker_file = BreakerFile(state, self._breaker_providers)
         self.breakers = Breakers(
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
+        self.leases: Leases = LocalLeases() if self.shared_state is None else SharedLeases(self.shared_state)
         self.records = RecordStore()
         self.traffic = TrafficCounters()
         self.observer: Observer | None = None
@@ -146,9 +149,22 @@ class Runtime:
         await self.usage.start()
         await self._breaker_file.load()
         self.breakers.restore()
+        if self.shared_state is not None:
+            await self._share_state(self.shared_state)
         self._watch_members()
         self._spawn(self._breaker_file.run(), "breaker-file")
         self._first_contact_until = time.monotonic() + FIRST_CONTACT_SECONDS
+
+    async def _share_state(self, shared: SharedState) -> None:
+        """Connects to the store; without it the gateway starts with its own state."""
+        from gateway.shared_state.breaker_sync import BreakerSync
+
+        BreakerSync(shared, self._breaker_file, self.breakers, lambda provider: provider in self._breaker_providers())
+        await shared.start()
+
+    def _breaker_providers(self) -> tuple[str, ...]:
+        """The providers that have breakers, each node by its own key."""
+        return (*(node.key for node in self.fleet.nodes.values()), *self.config.providers)
 
     @property
     def is_ready(self) -> bool:
@@ -173,6 +189,8 @@ class Runtime:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.images.aclose()
+        if self.shared_state is not None:
+            await self.shared_state.stop()
         await self._breaker_file.close()
         await self.usage.aclose()
         await asyncio.gather(
@@ -405,6 +423,22 @@ async def _close(provider: Provider) -> None:
 def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     """Clouds that were removed or have a new address or key: their breakers are reset."""
     return [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
+
+
+def _shared_state(config: GatewayConfig, telemetry: Telemetry) -> SharedState | None:
+    """The state that is shared with other gateways, if it is configured; raises HeadgateError without the client."""
+    if config.state is None:
+        return None
+    try:
+        from gateway.shared_state.shared_state import SharedState
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "redis":
+            raise
+        raise HeadgateError(
+            "`state:` of gateway.yaml needs the Redis client; install the extra: pip install 'headgate[redis]'"
+        ) from None
+    on_state, on_error = telemetry.watch_shared_state()
+    return SharedState(config.state, on_state, on_error)
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

@@ -134,13 +134,14 @@ class BreakerSync:
         known, changed_at = self._known.get(key), self._changed.get(key)
         if known is not None and entry.at <= known.at:
             return
+        if not self._knows(key[0]):
+            self._version = ""  # read again: it may be a node that this gateway has yet to find
+            return
         self._known[key] = entry
         if changed_at is not None and self._state.server_time(changed_at) > entry.at:
             return
         self._changed.pop(key, None)
         provider, model = key
-        if not self._knows(provider):
-            return
         now = self._state.clock()
         breaker = self._breakers.by_model(provider).get(model)
         open_until = None
@@ -164,7 +165,7 @@ class BreakerSync:
         reply = await self._state.call(
             "read_breakers", "read_breakers", [BREAKERS, VERSION], [self._version, FORGET_SECONDS]
         )
-        self._version, *rest = reply
+        self._version, *rest = reply  # `_follow` may reset it
         found: set[Key] = set()
         for field, text in zip(rest[::2], rest[1::2], strict=True):
             provider, model = loads(field)

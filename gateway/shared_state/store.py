@@ -99,7 +99,7 @@ class Store:
         connection: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         with _as_lost():
             async with asyncio.timeout(CONNECT_SECONDS):
-                await connection.connect()
+                await connection.connect()  # type: ignore[no-untyped-call]
         return connection
 
     async def call(self, operation: str, script: str, keys: Sequence[str], values: Values = ()) -> Any:

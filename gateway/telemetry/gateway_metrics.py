@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -100,6 +101,23 @@ class Telemetry:
         else:
             with contextlib.suppress(KeyError):  # the breaker never changed its state
                 self.breaker_state.remove(*labels)
+
+    def watch_shared_state(self) -> tuple[Callable[[bool, int], None], Callable[[str], None]]:
+        """Adds the metrics of the shared state; returns what sets the first two, and what counts an error."""
+        up = Gauge("gateway_shared_state_up", "Whether the store of the shared state answers", registry=self.registry)
+        gateways = Gauge(
+            "gateway_fleet_gateways", "Live gateways; the last known number without the store", registry=self.registry
+        )
+        self.shared_state_errors = errors = Counter(
+            "gateway_shared_state_errors_total", "Failed operations of the shared state", ["operation"],
+            registry=self.registry,
+        )  # fmt: skip
+
+        def on_state(is_up: bool, count: int) -> None:
+            up.set(is_up)
+            gateways.set(count)
+
+        return on_state, lambda operation: errors.labels(operation).inc()
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus."""

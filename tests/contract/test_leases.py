@@ -1,0 +1,104 @@
+"""Guarantees of leases, of one gateway and of several with a shared state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gateway.shared_state.shared_leases import Leases, LocalLeases, SharedLeases
+from gateway.shared_state.shared_state import SharedState
+from tests.rigs.redis_server import RedisServer
+from tests.rigs.shared_gateways import until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["local", "shared"])
+async def two(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Leases, Leases]]:
+    """Two users of the same leases: of one gateway, or of two gateways."""
+    if request.param == "local":
+        leases = LocalLeases()
+        yield leases, leases
+        return
+    server = request.getfixturevalue("server")
+    server.command("FLUSHALL")
+    states = [SharedState(server.url) for _ in range(2)]
+    for state in states:
+        await state.start()
+    yield SharedLeases(states[0]), SharedLeases(states[1])
+    for state in states:
+        await state.stop()
+
+
+async def test_one_holder_at_a_time(two: tuple[Leases, Leases]) -> None:
+    one, other = two
+    lease = await one.acquire("placement:demo", 5.0)
+    assert lease is not None
+    assert lease.is_shared
+    assert await other.acquire("placement:demo", 5.0) is None
+    assert await other.acquire("placement:mini", 5.0) is not None
+    await one.release(lease)
+    async with asyncio.timeout(1):
+        while await other.acquire("placement:demo", 5.0) is None:
+            await asyncio.sleep(0.005)
+
+
+async def test_many_at_once_give_one_holder(two: tuple[Leases, Leases]) -> None:
+    found = await asyncio.gather(*(two[number % 2].acquire("rebalance", 5.0) for number in range(20)))
+    assert sum(lease is not None for lease in found) == 1
+
+
+async def test_lease_expires_and_the_next_one_has_a_larger_fence(two: tuple[Leases, Leases]) -> None:
+    one, other = two
+    first = await one.acquire("rebalance", 0.05)
+    assert first is not None
+    await asyncio.sleep(0.08)
+    second = await other.acquire("rebalance", 5.0)
+    assert second is not None
+    assert second.fence > first.fence
+    assert not await one.renew(first, 5.0)
+    await one.release(first)
+    assert await one.acquire("rebalance", 5.0) is None, "a late release does not end the lease of another holder"
+
+
+async def test_renewed_lease_is_kept(two: tuple[Leases, Leases]) -> None:
+    one, other = two
+    lease = await one.acquire("rebalance", 0.1)
+    assert lease is not None
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        assert await one.renew(lease, 0.1)
+        assert await other.acquire("rebalance", 0.1) is None
+
+
+async def test_without_the_store_a_lease_is_of_one_gateway(server: RedisServer) -> None:
+    server.command("FLUSHALL")
+    state = SharedState(server.url)
+    await state.start()
+    leases = SharedLeases(state)
+    shared = await leases.acquire("rebalance", 30.0)
+    assert shared is not None
+    server.kill()
+    try:
+        await until(lambda: not state.is_up)
+        assert not await leases.renew(shared, 30.0)
+        local = await leases.acquire("placement:demo", 30.0)
+        assert local is not None
+        assert not local.is_shared
+        assert await leases.acquire("placement:demo", 30.0) is None
+        assert await leases.renew(local, 30.0)
+        await leases.release(local)
+    finally:
+        server.start()
+    await until(lambda: state.is_up)
+    again = await leases.acquire("rebalance", 30.0)
+    assert again is not None
+    assert again.fence > shared.fence, "also after the server lost its data"
+    await state.stop()

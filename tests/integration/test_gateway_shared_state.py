@@ -1,0 +1,102 @@
+"""Two gateways that share their state in a real Redis or Valkey server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from headgate.shared.errors import HeadgateError
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.gateway_rig import CONFIG, Gateway
+from tests.rigs.redis_server import RedisServer
+from tests.rigs.stack import until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+class Fleet:
+    """Gateways with the same configuration."""
+
+    def __init__(self, root: Path, fake: FakeInference, server: RedisServer) -> None:
+        server.command("FLUSHALL")
+        self._root, self._fake, self._server = root, fake, server
+
+    @contextlib.asynccontextmanager
+    async def two(self, config: str = CONFIG) -> AsyncIterator[tuple[Gateway, Gateway]]:
+        """Two of them."""
+        config = f"{config}\nstate: {self._server.url}\n"
+        for name in ("one", "two"):
+            (self._root / name).mkdir()
+        async with (
+            Gateway(self._root / "one", self._fake.url, config) as one,
+            Gateway(self._root / "two", self._fake.url, config) as two,
+        ):
+            await until(
+                "both are alive", lambda: all(gateway.runtime.shared_state.gateways == 2 for gateway in (one, two))
+            )
+            yield one, two
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, fake: FakeInference, server: RedisServer) -> Fleet:
+    return Fleet(tmp_path, fake, server)
+
+
+async def test_breaker_that_opens_at_one_gateway_is_open_at_the_other(fleet: Fleet) -> None:
+    async with fleet.two(f"{CONFIG}\nbreaker: {{failures: 1, open: 30s}}\n") as (one, two):
+        breaker = one.runtime.breakers.breaker("local", "demo")
+        breaker._machine.open(one.runtime.breakers.clock() + 30)
+        async with asyncio.timeout(2):
+            while (await two.breaker("local/demo"))["state"] != "open":
+                await asyncio.sleep(0.01)
+        assert (await two.chat("demo-mini")).status_code == 200
+        await two.admin("POST", "/admin/breakers/local%2Fdemo/reset")
+        async with asyncio.timeout(2):
+            while (await one.breaker("local/demo"))["state"] != "closed":
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_are_served_while_the_store_is_lost(fleet: Fleet, server: RedisServer) -> None:
+    async with fleet.two() as (one, two):
+        assert "gateway_shared_state_up 1.0" in (await one.client.get("/metrics")).text
+        server.kill()
+        try:
+            for gateway in (one, two, one, two):
+                assert (await gateway.chat()).status_code == 200
+            await until("it is noticed", lambda: not one.runtime.shared_state.is_up)
+            metrics = (await one.client.get("/metrics")).text
+            assert "gateway_shared_state_up 0.0" in metrics
+            assert "gateway_fleet_gateways 2.0" in metrics
+        finally:
+            server.start()
+        await until("it is back", lambda: one.runtime.shared_state.is_up and two.runtime.shared_state.is_up)
+        assert (await one.chat()).status_code == 200
+
+
+async def test_gateway_starts_without_the_store(tmp_path: Path, fake: FakeInference) -> None:
+    async with Gateway(tmp_path, fake.url, f"{CONFIG}\nstate: redis://:secret@127.0.0.1:1/0\n") as gateway:
+        assert (await gateway.chat()).status_code == 200
+        assert not gateway.runtime.shared_state.is_up
+
+
+def test_missing_client_is_an_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("gateway.shared_state.sto", "gateway.shared_state.shared_state", "redis"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(HeadgateError, match=r"pip install 'headgate\[redis\]'"):
+        Gateway(tmp_path, "http://127.0.0.1:1", f"{CONFIG}\nstate: redis://127.0.0.1/0\n")
