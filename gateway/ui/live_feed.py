@@ -18,9 +18,9 @@ from typing import Any
 import orjson
 
 import headgate
-from gateway.providers.local.inference_snapshot import Events
 from gateway.runtime import Runtime
-from gateway.ui.page_state import LiveFigures, ShownRequests, first_requests, is_news, model_json, request_json
+from gateway.ui.node_figures import NodeFigures
+from gateway.ui.page_state import ShownRequests, first_requests, is_news, model_json, request_json
 from headgate.shared.log import line_of
 
 log = logging.getLogger("gateway.ui.live_feed")
@@ -72,12 +72,13 @@ class LiveFeed:
         self._number = 0
         self._closed = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._figures = LiveFigures()
-        self._figures_stream = Events(lambda: runtime.local, self, figures=True)
+        self._figures: dict[str, NodeFigures] = {}
+        """By name of the node, while a page is open."""
         self._requests = ShownRequests()
-        self._models: dict[str, dict[str, Any]] = {}
-        self._shown: dict[str, Any] = {}
-        """What the pages have of the single records, by kind of event."""
+        self._models: dict[tuple[str, str], dict[str, Any]] = {}
+        """The MODEL record of each model of each node."""
+        self._shown: dict[tuple[str, str], Any] = {}
+        """What the pages have of the single records, by kind of event and name of the node."""
         self._breakers: dict[str, dict[str, Any]] = {}
         self._load = (0, 0)
         """Running and queued requests."""
@@ -122,11 +123,15 @@ class LiveFeed:
         finally:
             self._leave(page)
 
-    def model(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """The MODEL record of a model from its object in `/v1/models`."""
+    def model(self, node: str, status: Mapping[str, Any]) -> dict[str, Any]:
+        """The MODEL record of a model of a node from its object in `/v1/models`."""
         name, now = status["id"], time.time()
-        rate = self._figures.tokens_per_second(name, time.monotonic())
-        return model_json(status, self._figures.of(name), rate, self._runtime.traffic.times(name, now), now)
+        figures: Mapping[str, Any] = {}
+        rate = None
+        if (known := self._figures.get(node)) is not None:
+            figures, rate = known.live.of(name), known.live.tokens_per_second(name, time.monotonic())
+        found = model_json(status, figures, rate, self._runtime.traffic.times(name, now), now)
+        return {**found, "node": node} if node else found
 
     def close(self) -> None:
         """Ends the streams of all pages."""
@@ -141,10 +146,7 @@ class LiveFeed:
             self._requests.changed(self._runtime.records)
             self._update(slow=True)
             loop = asyncio.get_running_loop()
-            self._tasks = [
-                loop.create_task(self._run(), name="live-feed"),
-                loop.create_task(self._figures_stream.run(), name="live-figures"),
-            ]
+            self._tasks = [loop.create_task(self._run(), name="live-feed")]
         self._pages.add(page)
 
     def _leave(self, page: _Page) -> None:
@@ -153,21 +155,32 @@ class LiveFeed:
             tasks, self._tasks = self._tasks, []
             for task in tasks:
                 task.cancel()
+            for figures in self._figures.values():
+                figures.stop()
             self._figures.clear()
 
-    def retry(self) -> None:
-        """The inference service answers again: opens the stream of its figures now."""
-        self._figures_stream.retry()
+    def retry(self, node: str) -> None:
+        """A node answers again: opens the stream of its figures now."""
+        if node in self._figures:
+            self._figures[node].retry()
 
-    # --- figures of the inference service ----------------------------------------------------------------------------
-    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Takes an event of the second event stream; raises KeyError, TypeError or ValueError for a malformed one."""
-        if kind == "figures":
-            self._figures.take(data, time.monotonic())
-            self._set("devices", {"devices": self._figures.devices})
+    # --- nodes -------------------------------------------------------------------------------------------------------
+    def _follow_nodes(self) -> None:
+        """Opens a stream of figures for each new node, and ends those of nodes that were removed."""
+        nodes = self._runtime.fleet.nodes
+        for name, figures in tuple(self._figures.items()):
+            if nodes.get(name) is not figures.node:
+                figures.stop()
+                del self._figures[name]
+                self._set_devices(name, [])
+        for name, node in nodes.items():
+            if name not in self._figures:
+                self._figures[name] = NodeFigures(node, self._set_devices)
+        for name, model in [key for key in self._models if key[0] not in nodes]:
+            self._remove_model(name, model)
 
-    def poll_soon(self) -> None:
-        """Nothing is lost with the stream: the next one begins with all figures."""
+    def _set_devices(self, node: str, devices: list[dict[str, Any]]) -> None:
+        self._set("devices", {"devices": devices, **_of_node(node)}, node)
 
     # --- differences -------------------------------------------------------------------------------------------------
     async def _run(self) -> None:
@@ -183,6 +196,7 @@ class LiveFeed:
     def _update(self, *, slow: bool) -> None:
         """Publishes what has changed since the last call."""
         runtime = self._runtime
+        self._follow_nodes()
         for record in self._requests.changed(runtime.records):
             self._publish("request", {"request": request_json(record)}, key=record.key)
         self._set("inference", self._inference())
@@ -196,27 +210,31 @@ class LiveFeed:
             self._set("minute", {"minute": runtime.traffic.minute(time.time())})
             self._update_breakers()
 
-    def _set(self, kind: str, data: dict[str, Any]) -> None:
-        if self._shown.get(kind) != data:
-            self._shown[kind] = data
+    def _set(self, kind: str, data: dict[str, Any], node: str = "") -> None:
+        if self._shown.get((kind, node)) != data:
+            self._shown[kind, node] = data
             self._publish(kind, data)
 
     def _update_models(self, *, slow: bool) -> None:
-        view = self._runtime.view
-        if not view.reachable or not view.is_fresh:
-            return  # the last known models stay as they were
-        found = view.models
-        for name in self._models.keys() - found.keys():
-            del self._models[name]
-            self._publish("removed", {"id": name})
-        for name, status in found.items():
-            shown = self._models.get(name)
-            if not slow and shown is not None and shown["headgate"]["state"] == str(status.state):
-                continue
-            model = self.model(status.to_json())
-            if is_news(model, shown):
-                self._models[name] = model
-                self._publish("model", {"model": model})
+        for node, figures in self._figures.items():
+            view = figures.node.view
+            if not view.reachable or not view.is_fresh:
+                continue  # the last known models stay as they were
+            found = view.models
+            for name in [name for of, name in self._models if of == node and name not in found]:
+                self._remove_model(node, name)
+            for name, status in found.items():
+                shown = self._models.get((node, name))
+                if not slow and shown is not None and shown["headgate"]["state"] == str(status.state):
+                    continue
+                model = self.model(node, status.to_json())
+                if is_news(model, shown):
+                    self._models[node, name] = model
+                    self._publish("model", {"model": model})
+
+    def _remove_model(self, node: str, name: str) -> None:
+        del self._models[node, name]
+        self._publish("removed", {"id": name, **_of_node(node)})
 
     def _update_breakers(self) -> None:
         found = {item["name"]: item for item in self._runtime.breakers.describe()}
@@ -247,7 +265,17 @@ class LiveFeed:
 
     def _inference(self) -> dict[str, Any]:
         view = self._runtime.view
-        return {"reachable": view.reachable, "since": round(view.reachable_since, 3)}
+        nodes = [
+            {
+                "name": node.name,
+                "url": node.url,
+                "reachable": node.view.reachable,
+                "since": round(node.view.reachable_since, 3),
+            }
+            for node in self._runtime.fleet.nodes.values()
+            if node.name
+        ]
+        return {"reachable": view.reachable, "since": round(view.reachable_since, 3), "nodes": nodes}
 
     def _snapshot(self, viewer: Viewer) -> dict[str, Any]:
         runtime = self._runtime
@@ -255,7 +283,7 @@ class LiveFeed:
             "gateway": self._gateway(),
             "inference": self._inference(),
             "models": list(self._models.values()),
-            "devices": self._figures.devices,
+            "devices": [device for figures in self._figures.values() for device in figures.devices],
             "breakers": runtime.breakers.describe(),
             "requests": first_requests(runtime.records, None if viewer.is_admin else viewer.key),
             "minutes": runtime.traffic.minutes(time.time()),
@@ -282,6 +310,11 @@ class LiveFeed:
         body = orjson.dumps({"number": self._number, **data})
         retry = b"retry: %d\n" % RETRY_MILLISECONDS if kind == "snapshot" else b""
         return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), retry, body)
+
+
+def _of_node(node: str) -> dict[str, str]:
+    """The name of one of several nodes in an event."""
+    return {"node": node} if node else {}
 
 
 def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:

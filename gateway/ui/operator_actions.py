@@ -8,6 +8,7 @@ from urllib.parse import quote
 import orjson
 
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
+from gateway.nodes.node import Node
 from gateway.runtime import Runtime
 from gateway.ui import plan_sentences
 from gateway.ui.plan_sentences import Action, Forecast
@@ -21,17 +22,17 @@ VIEW_SECONDS = 1.0
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
-async def plan(runtime: Runtime, model: str, action: str, device: str | None) -> dict[str, Any]:
+async def plan(runtime: Runtime, node: Node, model: str, action: str, device: str | None) -> dict[str, Any]:
     """What `action` would do; raises GatewayError."""
-    name, status = await _known(runtime, model)
+    name, status = await _known(node, model)
     wanted = _action(action)
     answer: dict[str, Any] | None = None
     forecast: Forecast
     if wanted == "load":
-        answer = await _post(runtime, "/memory/plan", {"model": name}, QUICK_SECONDS)
-        forecast = plan_sentences.load(name, answer, await _devices(runtime))
+        answer = await _post(runtime, node, "/memory/plan", {"model": name}, QUICK_SECONDS)
+        forecast = plan_sentences.load(name, answer, await _devices(node))
     elif wanted == "move":
-        devices = await _devices(runtime)
+        devices = await _devices(node)
         if (target := devices.get(device or "")) is None:
             raise _no_device(device, devices)
         forecast = plan_sentences.move(status, target)
@@ -44,22 +45,22 @@ async def plan(runtime: Runtime, model: str, action: str, device: str | None) ->
     return {"action": wanted, "model": name, **forecast._asdict(), "plan": answer}
 
 
-async def act(runtime: Runtime, model: str, action: str, device: str | None) -> dict[str, Any]:
+async def act(runtime: Runtime, node: Node, model: str, action: str, device: str | None) -> dict[str, Any]:
     """The model's object in `/v1/models` after the action; raises GatewayError."""
-    name, _ = await _known(runtime, model)
+    name, _ = await _known(node, model)
     wanted = _action(action)
     if wanted == "move" and not device:
-        raise _no_device(device, await _devices(runtime))
+        raise _no_device(device, await _devices(node))
     path = f"/models/{quote(name, safe='')}/{wanted}"
-    return await _post(runtime, path, {"device": device} if wanted == "move" else None, ACTION_SECONDS)
+    return await _post(runtime, node, path, {"device": device} if wanted == "move" else None, ACTION_SECONDS)
 
 
-async def recover(runtime: Runtime, device: str) -> dict[str, Any]:
+async def recover(runtime: Runtime, node: Node, device: str) -> dict[str, Any]:
     """Tries a device now; returns its state. Raises GatewayError."""
-    devices = await _devices(runtime)
+    devices = await _devices(node)
     if device not in devices:
         raise _no_device(device, devices)
-    return await _post(runtime, f"/devices/{quote(device, safe='')}/recover", None, ACTION_SECONDS)
+    return await _post(runtime, node, f"/devices/{quote(device, safe='')}/recover", None, ACTION_SECONDS)
 
 
 def _action(name: str) -> Action:
@@ -71,9 +72,9 @@ def _action(name: str) -> Action:
     )
 
 
-async def _known(runtime: Runtime, model: str) -> tuple[str, ModelStatus]:
+async def _known(node: Node, model: str) -> tuple[str, ModelStatus]:
     """The id and status of a model or of one of its replicas."""
-    view = runtime.view
+    view = node.view
     await view.ensure(VIEW_SECONDS)
     if not view.models:
         raise RefusedError(Code.NO_TIER_AVAILABLE, "the inference service does not answer; try again", retry_after=2.0)
@@ -87,10 +88,10 @@ async def _known(runtime: Runtime, model: str) -> tuple[str, ModelStatus]:
     return name, status
 
 
-async def _devices(runtime: Runtime) -> dict[str, dict[str, Any]]:
+async def _devices(node: Node) -> dict[str, dict[str, Any]]:
     """The entries of `/devices` by id."""
     try:
-        answer = await runtime.local.get_json("/devices", QUICK_SECONDS)
+        answer = await node.provider.get_json("/devices", QUICK_SECONDS)
         return {item["id"]: item for item in answer["devices"]}
     except UpstreamError as error:
         raise _passed_on(error) from error
@@ -101,10 +102,12 @@ def _no_device(device: str | None, known: dict[str, dict[str, Any]]) -> RequestE
     return RequestError(Code.INVALID_REQUEST, f"{what}; devices: {', '.join(known)}", param="device")
 
 
-async def _post(runtime: Runtime, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+async def _post(
+    runtime: Runtime, node: Node, path: str, body: dict[str, Any] | None, seconds: float
+) -> dict[str, Any]:
     try:
         raw = b"" if body is None else orjson.dumps(body)
-        answer = await runtime.local.post_json(path, raw, seconds, runtime.operator_headers())
+        answer = await node.provider.post_json(path, raw, seconds, runtime.operator_headers())
     except UpstreamError as error:
         raise _passed_on(error) from error
     return dict(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from headgate.shared.units import format_bytes
@@ -25,23 +25,33 @@ class Timeline:
     """Makes the entries of one gateway. Times are Unix seconds."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[ModelState, float]] = {}
-        """By model: its state, and since when."""
+        self._states: dict[tuple[str, str], tuple[ModelState, float]] = {}
+        """By node and model: its state, and since when."""
         self._breakers: dict[str, str] = {}
-        self._is_reachable = True
+        self._unreachable: set[str] = set()
+        """Nodes that do not answer."""
 
-    def note_event(self, kind: str, data: Mapping[str, Any], now: float) -> Entry | None:
-        """The entry for an event of the inference service; None when it has none.
+    def keep(self, nodes: Container[str]) -> None:
+        """Forgets all nodes but these."""
+        self._states = {key: known for key, known in self._states.items() if key[0] in nodes}
+        self._unreachable = {node for node in self._unreachable if node in nodes}
+
+    def note_event(self, node: str, kind: str, data: Mapping[str, Any], now: float) -> Entry | None:
+        """The entry for an event of a node; None when it has none. Where there are several nodes, it begins with the name.
 
         Raises KeyError, TypeError or ValueError for a malformed event.
         """
+        entry = self._entry(node, kind, data, now)
+        return {**entry, "text": f"{node}: {entry['text']}", "node": node} if node and entry is not None else entry
+
+    def _entry(self, node: str, kind: str, data: Mapping[str, Any], now: float) -> Entry | None:
         if kind == "snapshot":
             for item in data["models"]:
-                self._states[item["id"]] = (_S(item["headgate"]["state"]), now)
+                self._states[node, item["id"]] = (_S(item["headgate"]["state"]), now)
         elif kind == "model":
-            return self._model(data["model"]["id"], data["model"]["headgate"], now)
+            return self._model((node, data["model"]["id"]), data["model"]["headgate"], now)
         elif kind == "removed" and "id" in data:
-            self._states.pop(data["id"], None)
+            self._states.pop((node, data["id"]), None)
         elif kind == "removed":
             return _entry(now, "device", data["device"], f"{data['device']} is no longer listed", "error")
         elif kind == "device":
@@ -58,14 +68,16 @@ class Timeline:
             return _entry(now, "pressure", data["device"], text, _PRESSURE.get(level, "info"))
         return None
 
-    def note_reachable(self, is_reachable: bool, now: float) -> Entry | None:
-        """The entry for a change of the connection to the inference service."""
-        if is_reachable is self._is_reachable:
+    def note_reachable(self, node: str, is_reachable: bool, now: float) -> Entry | None:
+        """The entry for a change of the connection to a node."""
+        if is_reachable is (node not in self._unreachable):
             return None
-        self._is_reachable = is_reachable
+        name = f"The node {node}" if node else "The inference service"
         if is_reachable:
-            return _entry(now, "state", SERVICE, "The inference service answers again", "info")
-        return _entry(now, "state", SERVICE, "The inference service does not answer", "error")
+            self._unreachable.discard(node)
+            return _entry(now, "state", node or SERVICE, f"{name} answers again", "info")
+        self._unreachable.add(node)
+        return _entry(now, "state", node or SERVICE, f"{name} does not answer", "error")
 
     def note_breaker(self, name: str, state: str | None, reason: str | None, now: float) -> Entry | None:
         """The entry for a new state of a breaker; `state` is None when the breaker was removed."""
@@ -79,12 +91,12 @@ class Timeline:
         because = f": {reason}" if reason and state == "open" else ""
         return _entry(now, "breaker", name, f"The breaker of {name} is {state}{because}", _BREAKERS[state])
 
-    def _model(self, name: str, status: Mapping[str, Any], now: float) -> Entry | None:
-        state = _S(status["state"])
-        before, since = self._states.get(name, (_S.COLD, now))
+    def _model(self, key: tuple[str, str], status: Mapping[str, Any], now: float) -> Entry | None:
+        state, name = _S(status["state"]), key[1]
+        before, since = self._states.get(key, (_S.COLD, now))
         if state is before:
             return None
-        self._states[name] = (state, now)
+        self._states[key] = (state, now)
         if state in _PASSING or (state in _SERVING and before in _SERVING):
             return None  # each request changes between the two of the latter
         if state is _S.COLD and before is _S.UNLOADING:

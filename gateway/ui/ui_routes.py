@@ -46,12 +46,14 @@ class PlanBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     action: str
     device: str | None = None
+    node: str = ""
 
 
 class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an action; only a move needs one."""
+    """The body of an action: the device of a move, and the node where there are several."""
 
     device: str | None = None
+    node: str = ""
 
 
 def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
@@ -113,20 +115,22 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     async def plan(request: Request) -> Response:
         signed_in(request, "admin")
         body = await _body(request, PlanBody)
-        return _json(await operator_actions.plan(runtime, body.model, body.action, body.device))
+        return _json(await operator_actions.plan(runtime, runtime.node(body.node), body.model, body.action, body.device))
 
     @routes.post("/api/models/{model:path}/{action}")
     async def act(request: Request, model: str, action: str) -> Response:
         signed = signed_in(request, "admin")
         body = await _body(request, ActionBody)
         log.info("%s of %s is requested with the key %s", action[:40], model[:100], signed.key.name)
-        return _json(dashboard.feed.model(await operator_actions.act(runtime, model, action, body.device)))
+        node = runtime.node(body.node)
+        return _json(dashboard.feed.model(node.name, await operator_actions.act(runtime, node, model, action, body.device)))
 
     @routes.post("/api/devices/{device}/recover")
     async def recover(request: Request, device: str) -> Response:
         signed = signed_in(request, "admin")
+        body = await _body(request, ActionBody)
         log.info("recovery of %s is requested with the key %s", device[:100], signed.key.name)
-        return _json(await operator_actions.recover(runtime, device))
+        return _json(await operator_actions.recover(runtime, runtime.node(body.node), device))
 
     @routes.post("/api/breakers/{name:path}/reset")
     async def reset(request: Request, name: str) -> Response:

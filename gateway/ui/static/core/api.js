@@ -62,12 +62,11 @@ export const session = {
   close: () => call("DELETE", "session"),
 };
 
-export const plan = (model, action, device, signal) =>
-  call("POST", "api/plan", device ? { model, action, device } : { model, action }, signal);
-export const act = (model, action, device) =>
-  call("POST", `api/models/${id(model)}/${action}`, device ? { device } : {});
+/** @param {{model: string, action: string, device?: string, node?: string}} wanted */
+export const plan = (wanted, signal) => call("POST", "api/plan", wanted, signal);
+export const act = ({ model, action, ...where }) => call("POST", `api/models/${id(model)}/${action}`, where);
 export const resetBreaker = (name) => call("POST", `api/breakers/${id(name)}/reset`, {});
-export const recoverDevice = (device) => call("POST", `api/devices/${id(device)}/recover`, {});
+export const recoverDevice = (device) => call("POST", `api/devices/${id(device.id)}/recover`, { node: device.node });
 export const explain = (request_id) => call("GET", `api/requests/${id(request_id)}`);
 export const keys = () => call("GET", "api/keys");
 export const usage = (by) => call("GET", `api/usage?by=${by}`);

@@ -7,6 +7,9 @@
 
 export const LIMITS = { timeline: 500, requests: 200, live: 2000, log: 200, minutes: 60 };
 
+/** The key of a model, which several nodes may have. @param {{id: string, node?: string}} model */
+export const modelKey = ({ id, node }) => (node ? `${node} ${id}` : id);
+
 /** @returns {Object} the state before the first snapshot */
 export function initial() {
   return {
@@ -16,7 +19,7 @@ export function initial() {
     offset: 0, // the server's clock less the browser's, in seconds
     serial: 0, // keys of timeline entries and log lines
     gateway: {},
-    inference: { reachable: null, since: null },
+    inference: { reachable: null, since: null, nodes: [] }, // `nodes`: only where there are several services
     models: new Map(),
     devices: [],
     breakers: new Map(),
@@ -99,9 +102,9 @@ const HANDLERS = {
     const gateway = data.gateway || {};
     const offset = gateway.now ? gateway.now - at : 0;
     Object.assign(draft.next, { gateway, offset, devices: data.devices || [] });
-    draft.next.inference = data.inference || fresh.inference;
+    draft.next.inference = { ...fresh.inference, ...data.inference };
     draft.next.started = at + offset - (gateway.uptime_seconds || 0);
-    for (const model of data.models || []) draft.own("models").set(model.id, dated(model, at + offset));
+    for (const model of data.models || []) draft.own("models").set(modelKey(model), dated(model, at + offset));
     for (const breaker of data.breakers || []) draft.own("breakers").set(breaker.name, breaker);
     for (const request of data.requests || []) putRequest(draft, request);
     for (const minute of data.minutes || []) putMinute(draft, minute);
@@ -112,16 +115,17 @@ const HANDLERS = {
     draft.next.gateway = data.gateway;
   },
   inference(draft, data) {
-    draft.next.inference = { reachable: data.reachable, since: data.since };
+    draft.next.inference = { reachable: data.reachable, since: data.since, nodes: data.nodes || [] };
   },
   model(draft, data, at) {
-    draft.own("models").set(data.model.id, dated(data.model, at + draft.next.offset));
+    draft.own("models").set(modelKey(data.model), dated(data.model, at + draft.next.offset));
   },
   removed(draft, data) {
-    draft.own("models").delete(data.id);
+    draft.own("models").delete(modelKey(data));
   },
   devices(draft, data) {
-    draft.next.devices = data.devices;
+    const others = draft.next.devices.filter((device) => device.node !== data.node); // `node` is absent with one service
+    draft.next.devices = data.node ? [...others, ...data.devices] : data.devices;
   },
   breaker(draft, data) {
     const { name, state } = data.breaker;

@@ -3,6 +3,7 @@
  *
  * @typedef {Object} Model
  * @property {string} id
+ * @property {string} [node]  where there are several inference services
  * @property {Object} headgate  the status, as in `/v1/models`
  * @property {Figures} [figures]
  * @property {Object<string, Object<string, number>>} [blocks]  by device: weights, kv, compute, other
@@ -19,6 +20,7 @@
  *
  * @typedef {Object} Device
  * @property {string} id
+ * @property {string} [node]  where there are several inference services
  * @property {string} name
  * @property {string} kind
  * @property {string} state
@@ -34,6 +36,12 @@
  * @property {number} pressure_ratio
  * @property {Object<string, number>} [pressure_levels]
  * @property {?string} reason
+ *
+ * @typedef {Object} Node  one of several inference services
+ * @property {string} name
+ * @property {string} url
+ * @property {?boolean} reachable
+ * @property {number} since  when `reachable` changed
  *
  * @typedef {Object} Breaker
  * @property {string} name

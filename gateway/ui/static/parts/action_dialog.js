@@ -27,18 +27,18 @@ function facts(model) {
 }
 
 /** The plan of the chosen action; a newer choice discards the answer to an older one. */
-function usePlan(id, action, device) {
+function usePlan(id, action, device, node) {
   const [plan, setPlan] = useState(null);
   useEffect(() => {
     const nowhere = action === "move" && !device;
     setPlan(nowhere ? { allowed: false, sentences: [`There is no other device for ${id}.`] } : null);
     if (!action || nowhere) return undefined;
     const control = new AbortController();
-    api.plan(id, action, device, control.signal).then(setPlan, (error) => {
+    api.plan({ model: id, action, device: device || undefined, node }, control.signal).then(setPlan, (error) => {
       if (error.name !== "AbortError") setPlan({ allowed: false, sentences: [error.message] });
     });
     return () => control.abort();
-  }, [id, action, device]);
+  }, [id, action, device, node]);
   return plan;
 }
 
@@ -54,12 +54,12 @@ function Plan({ plan, action, id, running, onConfirm }) {
 }
 
 function Actions({ model, devices, first }) {
-  const { id } = model;
+  const { id, node } = model;
   const [action, setAction] = useState(first);
   const [device, setDevice] = useState("");
   const [result, setResult] = useState({ running: false });
   const target = action === "move" ? device : "";
-  const plan = usePlan(id, action, target);
+  const plan = usePlan(id, action, target, node);
   const held = (model.headgate || {}).devices || [];
   const choices = devices.filter((one) => !(held.length === 1 && held[0] === one.id));
 
@@ -72,7 +72,7 @@ function Actions({ model, devices, first }) {
   async function confirm() {
     setResult({ running: true });
     try {
-      await api.act(id, action, target || undefined);
+      await api.act({ model: id, action, device: target || undefined, node });
       setResult({ running: false, done: `${ACTIONS[action].label}: done.` });
     } catch (error) {
       setResult({ running: false, error: error.message });
@@ -106,7 +106,7 @@ function Actions({ model, devices, first }) {
  * @param {function(): void} props.onClose
  */
 export function ActionDialog({ model, devices, first, admin, onClose }) {
-  return html`<${Dialog} title=${model.id} onClose=${onClose}>
+  return html`<${Dialog} title=${model.node ? `${model.id} on ${model.node}` : model.id} onClose=${onClose}>
     <dl class="facts">${facts(model).map(([term, value]) => html`<div key=${term}><dt>${term}</dt><dd>${value}</dd></div>`)}</dl>
     ${admin ? html`<${Actions} model=${model} devices=${devices} first=${first} />` : html`<p class="dim">${READ_ONLY}</p>`}
   <//>`;

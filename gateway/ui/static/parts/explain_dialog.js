@@ -9,7 +9,7 @@ import { Notice, Status } from "./status.js";
 import { Table } from "./table.js";
 
 const ATTEMPTS = [
-  { key: "name", label: "Candidate", style: "id", cell: (one) => one.name },
+  { key: "name", label: "Candidate", style: "id", cell: (one) => html`${one.name}${one.node && html`<span class="sub">on ${one.node}</span>`}` },
   { key: "outcome", label: "Outcome", cell: (one) => html`<${Status} value=${one.outcome} tone=${one.outcome === "success" ? "ok" : one.outcome === "ignored" ? "off" : "bad"} />` },
   { key: "seconds", label: "Time", numeric: true, cell: (one) => duration(one.seconds) },
   { key: "restored", label: "Restored", cell: (one) => (one.restored || []).map((row) => `${count(row.tokens)} tokens from ${row.tier}`).join(", ") || "–" },
@@ -59,7 +59,7 @@ function summary(record) {
     ["Outcome", `${record.status || ""} ${record.outcome}`.trim()],
     ["Error", record.error],
     ["Field", record.param],
-    ["Answered by", record.answered_by && `${record.answered_by} (${record.tier}: ${TIERS[record.tier] || record.tier})`],
+    ["Answered by", record.answered_by && `${record.answered_by}${record.node ? ` on ${record.node}` : ""} (${record.tier}: ${TIERS[record.tier] || record.tier})`],
     ["First choice", record.reason && record.reason !== "none" ? `did not answer: ${record.reason}${REASONS[record.reason] ? `, ${REASONS[record.reason]}` : ""}` : "answered"],
     ["Started", absolute(record.started)],
     ["Endpoint", `${record.endpoint}${record.stream ? ", streamed" : ""}`],

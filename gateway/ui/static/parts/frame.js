@@ -1,10 +1,10 @@
 /** What stands around every view: header, navigation, and the notices about lost connections. */
 
-import { timeOfDay } from "../core/format.js";
+import { plural } from "../core/format.js";
 import { READ_ONLY } from "../core/words.js";
 import { html } from "../vendor/preact-htm.js";
 import { Notice, Status } from "./status.js";
-import { Elapsed } from "./time.js";
+import { Since } from "./time.js";
 
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
@@ -53,8 +53,17 @@ export function Navigation({ views, current, state }) {
     <a href=${`#/${name}`} aria-current=${name === current ? "page" : undefined}>${short || title}${marks[name]}</a></li>`)}</ul></nav>`;
 }
 
-/** Screen readers would read a time that changes every second again and again, so they get only the time of day. */
-const Since = ({ at }) => html`${timeOfDay(at)}<span aria-hidden="true"> (<${Elapsed} at=${at} />)</span>`;
+const NAMED = 3;
+
+/** Some of several nodes do not answer. */
+function Missing({ nodes }) {
+  const down = nodes.filter((node) => node.reachable === false);
+  if (!down.length || down.length === nodes.length) return null;
+  const names = down.slice(0, NAMED).map(({ name }) => name).join(", ");
+  return html`<${Notice} tone="warn">${down.length === 1
+    ? html`The node ${names} does not answer, since <${Since} at=${down[0].since} />.`
+    : `${down.length} of ${plural(nodes.length, "node")} do not answer: ${names}${down.length > NAMED ? ", …" : "."}`} The others take its requests.<//>`;
+}
 
 /** The region is always there, so that screen readers announce what appears in it. */
 export function Connectivity({ state }) {
@@ -65,5 +74,6 @@ export function Connectivity({ state }) {
       : "The page connects by itself as soon as the gateway answers."}<//>`}
     ${connected && inference.reachable === false && html`<${Notice} tone="warn">The inference service does not answer${inference.since
       ? html`, since <${Since} at=${inference.since} />` : ""}. Clouds still answer where a route has one; local models return when it does.<//>`}
+    ${connected && html`<${Missing} nodes=${inference.nodes} />`}
   </div>`;
 }

@@ -7,6 +7,9 @@ import { memo } from "./memo.js";
 import { Status } from "./status.js";
 import { Table } from "./table.js";
 
+/** The name of a device, which begins with its node where there are several. */
+export const placeOf = ({ id, node }) => (node ? `${node} ${id}` : id);
+
 const LABELED = 0.07; // share of the bar from which a block has room for its name
 
 const width = (part, whole) => ({ width: `${(100 * part) / whole}%` });
@@ -34,7 +37,7 @@ function Bar({ device, blocks }) {
     `free ${bytes(free)}`,
   ].join(", ");
   const levels = Object.entries(device.pressure_levels || {});
-  return html`<div class="memory" role="img" aria-label=${`${device.id}, ${bytes(device.total_bytes)}: ${said}`}>
+  return html`<div class="memory" role="img" aria-label=${`${placeOf(device)}, ${bytes(device.total_bytes)}: ${said}`}>
     <div class="marks above">
       <${Mark} at=${device.usable_bytes} scale=${scale} kind="limit" label=${`models up to ${bytes(device.usable_bytes)}`} />
       ${device.limit_bytes < device.total_bytes && device.limit_bytes !== device.usable_bytes && html`<${Mark} at=${device.limit_bytes} scale=${scale} kind="limit" label=${`limit ${bytes(device.limit_bytes)}`} />`}
@@ -80,9 +83,11 @@ export const DeviceMemory = memo(({ device, admin, onRecover }) => {
   const [open, setOpen] = useState(false);
   const blocks = blocksOf(device);
   const used = blocks.scale - blocks.free;
-  return html`<section class="device" aria-labelledby=${`device-${device.id}`}>
+  const Heading = device.node ? "h3" : "h2";
+  const heading = `device-${device.node || ""}-${device.id}`;
+  return html`<section class="device" aria-labelledby=${heading}>
     <header>
-      <h2 id=${`device-${device.id}`}>${device.id} <span class="dim">${device.name}</span></h2>
+      <${Heading} id=${heading}>${device.id} <span class="dim">${device.name}</span><//>
       <${Status} value=${device.state} />
       <${Status} value=${device.pressure} label=${`${device.pressure} pressure${missing(device.pressure_ratio) ? "" : `, ${percent(device.pressure_ratio)}`}`} />
       <span class="num grow"><b>${bytes(used)}</b> of ${bytes(device.total_bytes)} used, ${bytes(device.free_bytes)} free for models</span>
@@ -93,7 +98,7 @@ export const DeviceMemory = memo(({ device, admin, onRecover }) => {
     ${blocks.models.length > 0 && html`<${Holders} models=${blocks.models} />`}
     <details onToggle=${(event) => setOpen(event.target.open)}>
       <summary>As a table</summary>
-      ${open && html`<${Table} caption=${`Memory of ${device.id}`} hideCaption=${true} columns=${COLUMNS} rows=${rowsOf(blocks)} id=${(row) => row.label} />`}
+      ${open && html`<${Table} caption=${`Memory of ${placeOf(device)}`} hideCaption=${true} columns=${COLUMNS} rows=${rowsOf(blocks)} id=${(row) => row.label} />`}
     </details>
   </section>`;
 });

@@ -1,7 +1,7 @@
 /** Times relative to now, with the absolute time as title. The clock changes their text, not a render. */
 
 import { forget, keep, now } from "../core/clock.js";
-import { absolute, ago, clock, until } from "../core/format.js";
+import { absolute, ago, clock, timeOfDay, until } from "../core/format.js";
 import { html, useLayoutEffect, useRef } from "../vendor/preact-htm.js";
 
 function Living({ at, text }) {
@@ -24,5 +24,12 @@ const since = (at, time) => clock(time - at);
 
 /** @param {{at: number}} props  "12 s" */
 export const Elapsed = ({ at }) => html`<${Living} at=${at} text=${since} />`;
+
+/**
+ * "12:01:05 (12 s)". Screen readers would read a time that changes every second again and again, so they get only the
+ * time of day.
+ * @param {{at: number}} props
+ */
+export const Since = ({ at }) => html`${timeOfDay(at)}<span aria-hidden="true"> (<${Elapsed} at=${at} />)</span>`;
 
 export { now };

@@ -1,6 +1,7 @@
 /** Every model with its figures, and the actions on it. */
 
 import { bytes, count, duration, missing, percent, rate } from "../core/format.js";
+import { modelKey } from "../core/reducer.js";
 import { ACTIONS, READ_ONLY } from "../core/words.js";
 import { ActionDialog } from "../parts/action_dialog.js";
 import { Status } from "../parts/status.js";
@@ -34,11 +35,12 @@ const LOADED = new Set(["ready", "busy", "loading", "restoring", "draining"]);
 const likely = (model) => (LOADED.has(status(model).state) ? "unload" : "load");
 
 function Buttons({ model, context }) {
-  if (!context.admin) return html`<button type="button" onClick=${() => context.open(model.id, null)}>Details<span class="unseen"> of ${model.id}</span></button>`;
+  const [key, name] = [modelKey(model), model.node ? `${model.id} on ${model.node}` : model.id];
+  if (!context.admin) return html`<button type="button" onClick=${() => context.open(key, null)}>Details<span class="unseen"> of ${name}</span></button>`;
   const action = likely(model);
   return html`<span class="pair">
-    <button type="button" onClick=${() => context.open(model.id, action)}>${ACTIONS[action].label} …<span class="unseen"> ${model.id}</span></button>
-    <button type="button" onClick=${() => context.open(model.id, null)}>More …<span class="unseen"> about ${model.id}</span></button>
+    <button type="button" onClick=${() => context.open(key, action)}>${ACTIONS[action].label} …<span class="unseen"> ${name}</span></button>
+    <button type="button" onClick=${() => context.open(key, null)}>More …<span class="unseen"> about ${name}</span></button>
   </span>`;
 }
 
@@ -64,27 +66,32 @@ const COLUMNS = [
   { key: "actions", label: "Actions", style: "actions", cell: (model, context) => html`<${Buttons} model=${model} context=${context} />` },
 ];
 
+const [OF_ID, OF_STATE, ...FURTHER] = COLUMNS;
+const WITH_NODE = [OF_ID, OF_STATE, { key: "node", label: "Node", cell: (model) => model.node, sort: (model) => model.node }, ...FURTHER];
+
 const NO_MODELS = html`No models yet. Add one to <code>config/models.yaml</code>, then apply the file with <code>kill -HUP PID</code>
   (the pid that <code>make serve</code> printed). <code>headgate config check</code> reports mistakes.`;
 
 const matches = (model, words) => words.every((word) =>
-  `${model.id} ${status(model).state} ${(status(model).aliases || []).join(" ")} ${(status(model).devices || []).join(" ")}`.toLowerCase().includes(word));
+  `${model.id} ${model.node || ""} ${status(model).state} ${(status(model).aliases || []).join(" ")} ${(status(model).devices || []).join(" ")}`.toLowerCase().includes(word));
 
 export function ModelsView({ state, admin }) {
   const [filter, setFilter] = useState("");
   const [chosen, setChosen] = useState(null);
-  const context = useMemo(() => ({ admin, open: (id, action) => setChosen({ id, action }) }), [admin]);
+  const context = useMemo(() => ({ admin, open: (key, action) => setChosen({ key, action }) }), [admin]);
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const hasNodes = state.inference.nodes.length > 0;
   const models = [...state.models.values()];
+  if (hasNodes) models.sort((a, b) => (a.id < b.id ? -1 : a.id > b.id ? 1 : a.node < b.node ? -1 : 1));
   const shown = words.length ? models.filter((model) => matches(model, words)) : models;
-  const model = chosen && state.models.get(chosen.id);
+  const model = chosen && state.models.get(chosen.key);
   return html`
     ${!admin && html`<p class="lead">${READ_ONLY}</p>`}
     <p class="field inline"><label for="model-filter">Filter</label>
-      <input id="model-filter" type="search" value=${filter} placeholder="name, state or device" onInput=${(event) => setFilter(event.target.value)} />
+      <input id="model-filter" type="search" value=${filter} placeholder=${hasNodes ? "name, node, state or device" : "name, state or device"} onInput=${(event) => setFilter(event.target.value)} />
       <span class="dim">${count(shown.length)} of ${count(models.length)}</span></p>
-    <${Table} name="models" caption="Models" hideCaption=${true} columns=${COLUMNS} rows=${shown} id=${(one) => one.id} context=${context}
+    <${Table} name="models" caption="Models" hideCaption=${true} columns=${hasNodes ? WITH_NODE : COLUMNS} rows=${shown} id=${modelKey} context=${context}
       empty=${models.length ? "No model matches the filter." : NO_MODELS} />
-    ${model && html`<${ActionDialog} key=${chosen.id} model=${model} devices=${state.devices} first=${chosen.action} admin=${admin}
+    ${model && html`<${ActionDialog} key=${chosen.key} model=${model} devices=${state.devices.filter((device) => device.node === model.node)} first=${chosen.action} admin=${admin}
       onClose=${() => setChosen(null)} />`}`;
 }

@@ -67,6 +67,7 @@ export function OverviewView({ state, theme }) {
   const [failed, moved] = [errors, fallbacks].map((rows) => rows.reduce((all, { n }) => all + n, 0));
   const tiers = Object.keys(TIERS).map((tier) => ({ tier, n: sums.by_tier[tier] || 0, share: share(sums.by_tier[tier] || 0, sums.total) }));
   const loaded = [...state.models.values()].filter((model) => ["ready", "busy"].includes((model.headgate || {}).state)).length;
+  const { nodes } = state.inference;
   const queued = [...state.live.values()].filter((request) => ["admission", "queued"].includes(request.phase)).length;
   return html`
     <dl class="figures">
@@ -77,6 +78,7 @@ export function OverviewView({ state, theme }) {
       <${Figure} label="TTFT p50" value=${duration(sums.ttft_p50)} />
       <${Figure} label="Tokens" value=${count(sums.tokens)} sub="in 5 min" />
       <${Figure} label="Running now" value=${count(state.live.size - queued)} sub=${queued ? `${count(queued)} waiting` : null} />
+      ${nodes.length > 0 && html`<${Figure} label="Nodes" value=${count(nodes.filter(({ reachable }) => reachable).length)} sub=${`of ${count(nodes.length)} answer`} />`}
       <${Figure} label="Models loaded" value=${count(loaded)} sub=${`of ${count(state.models.size)}`} />
     </dl>
     <section aria-labelledby="by-tier">

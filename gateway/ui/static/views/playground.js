@@ -109,7 +109,7 @@ function useNames(models) {
     api.routes().then((answer) => wanted && setNames(answer.data.map(({ id }) => id)), () => undefined);
     return () => { wanted = false; };
   }, []);
-  return names || [...models.keys()];
+  return names || [...new Set([...models.values()].map(({ id }) => id))];
 }
 
 export function PlaygroundView({ state, playground }) {
