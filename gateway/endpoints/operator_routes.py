@@ -24,6 +24,7 @@ from gateway.breaker.permits import BreakerState
 from gateway.endpoints import token_count_routes
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
+from gateway.nodes.node import Node
 from gateway.runtime import Runtime
 from gateway.telemetry.gateway_metrics import CONTENT_TYPE
 from gateway.usage.prices import LIST_PRICES_DATE
@@ -32,7 +33,7 @@ from headgate.shared import openapi
 from headgate.shared.bodies.body_decoder import json_schema
 from headgate.shared.errors import ConfigError, HeadgateError
 from headgate.shared.openapi import NOT_NOW
-from inference.protocol import Code
+from inference.protocol import Code, ModelState
 
 
 def health_router(runtime: Runtime) -> APIRouter:
@@ -106,6 +107,13 @@ def admin_router(runtime: Runtime) -> APIRouter:
             raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
         return json_response({"name": name, "state": "closed"})
 
+    @routes.get("/nodes")
+    async def nodes(request: Request) -> Response:
+        """The inference services that this gateway knows, and what they do."""
+        admit(request)
+        sources = runtime.config.inference.nodes
+        return json_response({"sources": sources, "nodes": [_node(node) for node in runtime.fleet.nodes.values()]})
+
     @routes.get("/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> Response:
         admit(request)
@@ -145,6 +153,24 @@ def admin_router(runtime: Runtime) -> APIRouter:
             raise RequestError(Code.INVALID_REQUEST, f"the old configuration stays in force: {error}") from error
 
     return routes
+
+
+_LOADED = (ModelState.READY, ModelState.BUSY)
+
+
+def _node(node: Node) -> dict[str, Any]:
+    models = node.view.models
+    return {
+        "name": node.name,
+        "url": node.url,
+        "listed": node.is_listed,
+        "reachable": node.view.reachable,
+        "since": round(node.view.reachable_since, 3),
+        "epoch": node.epoch,
+        "models": len(models),
+        "loaded": sorted(name for name, status in models.items() if status.state in _LOADED),
+        "in_flight": sum(status.in_flight for status in models.values()),
+    }
 
 
 async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, Any]:

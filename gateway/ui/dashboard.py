@@ -63,19 +63,22 @@ class Dashboard:
     def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
         """See `Observer`."""
         try:
+            if kind == "snapshot":
+                self._timeline.keep(self._runtime.fleet.nodes)
             if kind == "log":
-                self.feed.lines.add(dict(data["line"]))
-            elif (entry := self._timeline.note_event(kind, data, time.time())) is not None:
+                line = dict(data["line"])
+                self.feed.lines.add({**line, "text": f"{node}: {line['text']}"} if node else line)
+            elif (entry := self._timeline.note_event(node, kind, data, time.time())) is not None:
                 self.feed.add_entry(entry)
         except (KeyError, TypeError, ValueError) as error:  # it must not end the stream, which requests depend on
             log.warning("an event %s of the inference service is not shown: %r", kind, error)
 
     def on_reachable(self, node: str, is_reachable: bool) -> None:
         """See `Observer`."""
-        if (entry := self._timeline.note_reachable(is_reachable, time.time())) is not None:
+        if (entry := self._timeline.note_reachable(node, is_reachable, time.time())) is not None:
             self.feed.add_entry(entry)
         if is_reachable:
-            self.feed.retry()
+            self.feed.retry(node)
 
     def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         """See `Observer`."""

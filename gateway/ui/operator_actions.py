@@ -102,9 +102,7 @@ def _no_device(device: str | None, known: dict[str, dict[str, Any]]) -> RequestE
     return RequestError(Code.INVALID_REQUEST, f"{what}; devices: {', '.join(known)}", param="device")
 
 
-async def _post(
-    runtime: Runtime, node: Node, path: str, body: dict[str, Any] | None, seconds: float
-) -> dict[str, Any]:
+async def _post(runtime: Runtime, node: Node, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
     try:
         raw = b"" if body is None else orjson.dumps(body)
         answer = await node.provider.post_json(path, raw, seconds, runtime.operator_headers())

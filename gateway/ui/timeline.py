@@ -37,7 +37,7 @@ class Timeline:
         self._unreachable = {node for node in self._unreachable if node in nodes}
 
     def note_event(self, node: str, kind: str, data: Mapping[str, Any], now: float) -> Entry | None:
-        """The entry for an event of a node; None when it has none. Where there are several nodes, it begins with the name.
+        """The entry for an event of a node; None when it has none. Its text begins with the name of the node, if any.
 
         Raises KeyError, TypeError or ValueError for a malformed event.
         """

@@ -115,7 +115,8 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     async def plan(request: Request) -> Response:
         signed_in(request, "admin")
         body = await _body(request, PlanBody)
-        return _json(await operator_actions.plan(runtime, runtime.node(body.node), body.model, body.action, body.device))
+        node = runtime.node(body.node)
+        return _json(await operator_actions.plan(runtime, node, body.model, body.action, body.device))
 
     @routes.post("/api/models/{model:path}/{action}")
     async def act(request: Request, model: str, action: str) -> Response:
@@ -123,7 +124,8 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         body = await _body(request, ActionBody)
         log.info("%s of %s is requested with the key %s", action[:40], model[:100], signed.key.name)
         node = runtime.node(body.node)
-        return _json(dashboard.feed.model(node.name, await operator_actions.act(runtime, node, model, action, body.device)))
+        changed = await operator_actions.act(runtime, node, model, action, body.device)
+        return _json(dashboard.feed.model(node.name, changed))
 
     @routes.post("/api/devices/{device}/recover")
     async def recover(request: Request, device: str) -> Response:

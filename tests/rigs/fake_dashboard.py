@@ -227,10 +227,11 @@ class FakeDashboard:
         if action in self.failures:
             status, message = self.failures[action]
             return _error(status, message, "memory_limit_exceeded")
-        device = (await request.json()).get("device")
-        self.done.append((id, action, device) if device else (id, action))
+        body = await request.json()
+        device, node = body.get("device"), body.get("node")
+        self.done.append((id, action, *filter(None, (device, node))))
         state = "ready" if action in ("load", "move", "restart") else "warm" if action == "offload" else "cold"
-        changed = page_records.model(id, state)
+        changed = page_records.model(id, state) | ({"node": node} if node else {})
         self._send(self._frame("model", {"model": changed}))
         return web.json_response(changed)
 
@@ -241,7 +242,8 @@ class FakeDashboard:
         return web.json_response({"name": name, "state": "closed"})
 
     async def _recover(self, request: web.Request) -> web.Response:
-        self.done.append(("recover", request.match_info["id"]))
+        node = (await request.json()).get("node")
+        self.done.append(("recover", request.match_info["id"], *filter(None, (node,))))
         return web.json_response({"device": request.match_info["id"]})
 
     async def _explain(self, request: web.Request) -> web.Response:

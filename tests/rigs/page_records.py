@@ -303,3 +303,20 @@ def snapshot(now: float, **parts: Any) -> Json:
         ],
     }
     return base | parts
+
+
+def node(name: str, now: float, reachable: bool = True) -> Json:
+    """A NODE record."""
+    return {"name": name, "url": f"http://{name}:8085", "reachable": reachable, "since": now - 60}
+
+
+def snapshot_of_nodes(now: float) -> Json:
+    """A snapshot of two nodes: `demo` is loaded on `east` and cold on `west`, where a device is on trial."""
+    cards = [
+        device("gpu-0", 600 * MIB, {"demo": 318 * MIB}) | {"node": "east"},
+        device("gpu-0", 600 * MIB, {}, state="probing", reason="on trial") | {"node": "west"},
+        device("gpu-1", 600 * MIB, {}) | {"node": "west"},
+    ]
+    models = [model("demo", "ready") | {"node": "east"}, model("demo", "cold") | {"node": "west"}]
+    nodes = [node("east", now), node("west", now)]
+    return snapshot(now, devices=cards, models=models, inference={"reachable": True, "since": now - 60, "nodes": nodes})

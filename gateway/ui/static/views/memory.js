@@ -28,7 +28,7 @@ function NodeMemory({ node, devices, ...rest }) {
   return html`<section class="node" aria-labelledby=${heading}>
     <header><h2 id=${heading}>${node.name}</h2>
       <${Status} value=${node.reachable ? "answers" : "does not answer"} tone=${node.reachable ? "ok" : "bad"} />
-      <span class="dim">${node.reachable === false && html`since <${Since} at=${node.since} />`} ${plural(devices.length, "device")}, ${node.url}</span></header>
+      <span class="dim">${node.reachable === false && html`since <${Since} at=${node.since} />, `}${plural(devices.length, "device")}, ${node.url}</span></header>
     <div class=${node.reachable ? undefined : "stale"}>
       ${devices.map((one) => html`<${DeviceMemory} key=${one.id} device=${one} ...${rest} />`)}</div>
   </section>`;
@@ -45,6 +45,6 @@ export function MemoryView({ state, admin }) {
         devices=${state.devices.filter((device) => device.node === node.name)} />`) : state.devices.length
       ? state.devices.map((one) => html`<${DeviceMemory} key=${one.id} device=${one} admin=${admin} onRecover=${onRecover} />`)
       : html`<${Empty}>No devices are known yet: the inference service has not answered. Start it with <code>headgate up</code>.<//>`}
-    ${device && html`<${Confirm} title=${`Recover ${placeOf(device)}`} verb=${`Recover ${device.id}`} sentences=${recovery(device)}
+    ${device && html`<${Confirm} title=${`Recover ${placeOf(device)}`} verb=${`Recover ${placeOf(device)}`} sentences=${recovery(device)}
       run=${() => api.recoverDevice(device)} onClose=${() => setDevice(null)} />`}`;
 }
