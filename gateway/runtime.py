@@ -28,8 +28,9 @@ from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
 from gateway.nodes.fleet import ONLY, Change, Fleet, Member
 from gateway.nodes.fleet_view import FleetView
-from gateway.nodes.membership import Membership
+from gateway.nodes.membership import Address, Membership
 from gateway.nodes.node import Node
+from gateway.nodes.node_tls import NodeTls, read_tls
 from gateway.nodes.prefixes import Prefixes
 from gateway.providers import registry
 from gateway.providers.http_clients import make_local_session
@@ -128,6 +129,9 @@ class Runtime:
         self.counter = TokenCounter(self.fleet.ask_about)
         self.gateway_state: GatewayState
         self._membership: Membership
+        self._complete: Membership | None = None
+        """The last membership whose list was complete."""
+        self._tls: NodeTls | None = None
         self._prefixes: Prefixes | None = None
         self._watching: asyncio.Task[None] | None = None
         self._registry = registry.Registry({})
@@ -145,7 +149,8 @@ class Runtime:
         built = await registry.build(self.config)
         self._membership = Membership(self.config.inference)
         await self._membership.first()
-        self._use_members(self._membership, built, is_final=True)
+        self._tls = read_tls(self.config.inference.tls)
+        self._use_members(self._membership, built)
         await self.usage.start()
         await self._breaker_file.load()
         self.breakers.restore()
@@ -258,13 +263,14 @@ class Runtime:
             keys = self._keys(config)
             built = await registry.build(config, self._registry)
             is_new_fleet = config.inference != self.config.inference
-            membership = Membership(config.inference) if is_new_fleet else self._membership
+            membership = Membership(config.inference, self._membership) if is_new_fleet else self._membership
+            tls = await asyncio.to_thread(read_tls, config.inference.tls)
             if is_new_fleet:
                 await membership.first()
             changed = configuration.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
             changed_providers = _changed_providers(self.config, config)
-            self.config, self.keys = config, keys
+            self.config, self.keys, self._tls = config, keys, tls
             self.breakers.set_rule(_rule(config.breaker))
             for name in changed_providers:
                 self.breakers.forget(name)
@@ -272,7 +278,7 @@ class Runtime:
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
             self.usage.apply(config)
-            self._use_members(membership, built, is_final=is_new_fleet)
+            self._use_members(membership, built)
             if membership is not self._membership:
                 self._membership = membership
                 self._watch_members()
@@ -282,14 +288,20 @@ class Runtime:
 
     # --- inference services ------------------------------------------------------------------------------------------
     def _make_node(self, name: str, member: Member) -> Node:
-        provider = LocalProvider(member.url, member.token, make_local_session())
+        tls = None if member.tls is None else member.tls.context
+        provider = LocalProvider(member.url, member.token, make_local_session(tls), tls, member.server_name)
         return Node(name, member.url, provider, self.breakers, self, partial(self._on_probe, name))
 
-    def _use_members(self, membership: Membership, clouds: registry.Registry, *, is_final: bool) -> None:
-        """Uses the nodes of `membership`. Requests that run keep those that they began with."""
+    def _use_members(self, membership: Membership, clouds: registry.Registry) -> None:
+        """Uses the nodes of `membership`. Requests that run keep those that they began with.
+
+        With the first complete list of a configuration, nodes of the earlier one leave at once.
+        """
+        is_final = membership.is_complete and membership is not self._complete
+        self._complete = membership if membership.is_complete else self._complete
         inference, token = self.config.inference, self._token()
-        urls = membership.urls if inference.nodes else {ONLY: inference.url}
-        members = {name: Member(url, token) for name, url in urls.items()}
+        addresses = membership.addresses if inference.nodes else {ONLY: Address(inference.url)}
+        members = {name: Member(one.url, token, self._tls, one.server_name) for name, one in addresses.items()}
         if not inference.nodes:
             self._prefixes = None
         elif self._prefixes is None:
@@ -330,7 +342,7 @@ class Runtime:
                     self._use(change, self._registry)
 
     def _on_membership(self) -> None:
-        self._use_members(self._membership, self._registry, is_final=False)
+        self._use_members(self._membership, self._registry)
 
     def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
         """See `NodeObserver`."""

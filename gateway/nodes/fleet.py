@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
+from gateway.nodes.node_tls import NodeTls
 from gateway.providers.local.inference_snapshot import SILENCE_SECONDS, InferenceView
 from gateway.providers.local.local_provider import Ask
 
@@ -23,7 +24,8 @@ class Member(NamedTuple):
 
     url: str
     token: str | None
-    tls: Any = None
+    tls: NodeTls | None = None
+    server_name: str | None = None
 
 
 Make = Callable[[str, Member], Node]

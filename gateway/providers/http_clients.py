@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from ssl import SSLContext
+from ssl import SSLContext, create_default_context
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -21,13 +21,15 @@ LOCAL_KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's own (uvicorn: 5 s), so that no request uses a connection that is being closed."""
 
 
-def make_local_session() -> aiohttp.ClientSession:
+def make_local_session(tls: SSLContext | None = None) -> aiohttp.ClientSession:
     """The session for state and events of the inference service: no cookies, no proxy, deadlines per call only.
 
-    Create it inside the running loop.
+    `tls` replaces the default context for https. Create it inside the running loop.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=LOCAL_KEEPALIVE_SECONDS, enable_cleanup_closed=False),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=LOCAL_KEEPALIVE_SECONDS, enable_cleanup_closed=False, ssl=tls or True
+        ),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -54,11 +56,15 @@ def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = No
     )
 
 
-def make_hop(url: str) -> tuple[hop.Hop, str]:
-    """The client for generation requests to the inference service at `url`, and the path prefix in `url`."""
+def make_hop(url: str, tls: SSLContext | None = None, server_name: str | None = None) -> tuple[hop.Hop, str]:
+    """The client for generation requests to the inference service at `url`, and the path prefix in `url`.
+
+    `tls` replaces the default context for https; `server_name` is expected in the certificate instead of the host.
+    """
     parts = urlsplit(url)
-    tls = parts.scheme == "https"
-    connector = hop.tcp(parts.hostname or "", parts.port or (443 if tls else 80), tls=tls)
+    is_tls = parts.scheme == "https"
+    trust = (tls or create_default_context()) if is_tls else None  # once: loading the authorities takes milliseconds
+    connector = hop.tcp(parts.hostname or "", parts.port or (443 if is_tls else 80), tls=trust, server_name=server_name)
     return hop.Hop(connector, parts.netloc.rpartition("@")[2], LOCAL_KEEPALIVE_SECONDS), parts.path
 
 

@@ -28,12 +28,11 @@ def unix(path: str) -> Connector:
     return lambda protocol: asyncio.get_running_loop().create_unix_connection(protocol, path)
 
 
-def tcp(host: str, port: int, *, tls: bool = False) -> Connector:
-    """Connects to a port."""
-    trust = (
-        ssl.create_default_context() if tls else None
-    )  # once, because loading the CA certificates takes milliseconds
-    return lambda protocol: asyncio.get_running_loop().create_connection(protocol, host, port, ssl=trust)
+def tcp(host: str, port: int, *, tls: ssl.SSLContext | None = None, server_name: str | None = None) -> Connector:
+    """Connects to a port, with `tls` if it is given; `server_name` is the name in the certificate instead of `host`."""
+    return lambda protocol: asyncio.get_running_loop().create_connection(
+        protocol, host, port, ssl=tls, server_hostname=server_name if tls else None
+    )
 
 
 class Hop:

@@ -36,17 +36,27 @@ ERROR_BODY_SECONDS = 5.0
 
 
 class LocalProvider:
-    """The inference service at `url`; `token` is the secret of both services, None when there is none."""
+    """The inference service at `url`; `token` is the secret of both services, None when there is none. `tls` replaces
+    the default context for https, `server_name` is expected in its certificate instead of the host of `url`.
+    """
 
     name = LOCAL
 
-    def __init__(self, url: str, token: str | None, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        session: aiohttp.ClientSession,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
         self._url = url.rstrip("/")
         self._session = session
+        self._server_name = server_name
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._hop, path = make_hop(self._url)
+        self._hop, path = make_hop(self._url, tls, server_name)
         self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
@@ -91,7 +101,12 @@ class LocalProvider:
         headers = {**self._headers, **(more or {})}
         try:
             async with self._session.request(
-                method, self._url + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
+                method,
+                self._url + path,
+                data=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+                server_hostname=self._server_name,
             ) as response:
                 answer = await response.read()
                 if response.status != 200:
@@ -113,7 +128,9 @@ class LocalProvider:
         url = f"{self._url}/events" + ("?figures=true" if figures else "")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
         try:
-            async with self._session.get(url, headers=self._headers, timeout=timeout) as response:
+            async with self._session.get(
+                url, headers=self._headers, timeout=timeout, server_hostname=self._server_name
+            ) as response:
                 if response.status != 200:
                     raise UpstreamError(
                         UpstreamKind.STATUS, f"GET /events: status {response.status}", status=response.status

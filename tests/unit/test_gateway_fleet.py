@@ -1,0 +1,217 @@
+"""The nodes in use: membership, additions, removals, and the merged view of their models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gateway.nodes.fleet import ONLY, Fleet, Member
+from gateway.nodes.fleet_view import FEW_NODES, MERGE_SECONDS, FleetView
+from gateway.nodes.membership import Address, Membership
+from gateway.nodes.node import Node
+from gateway.providers.local.candidate_facts import LikelyFailure
+from gateway.settings import InferenceSettings
+from inference.protocol import ModelState, ModelStatus
+from tests.rigs.stack import until
+
+
+class FakeNode:
+    """A node without a service. `age` is that of its last answer."""
+
+    def __init__(self, name: str, member: Member = Member("", None)) -> None:  # noqa: B008 - it is immutable
+        self.name, self.url, self.key = name, member.url, f"local@{name}"
+        self.is_listed = True
+        self.is_stopped = False
+        self.failures: dict[str, LikelyFailure] = {}
+        self.view = SimpleNamespace(
+            age=0.0, is_fresh=True, reachable=True, reachable_since=1.0, was_seen=True, models={},
+            likely_failure=self.failures.get, polls=0,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def lists(self, *statuses: ModelStatus) -> None:
+        self.view.models = {status.id: status for status in statuses}
+
+
+def make(name: str, member: Member) -> Node:
+    return cast(Node, FakeNode(name, member))
+
+
+def members(**urls: str) -> dict[str, Member]:
+    return {name: Member(url, "t") for name, url in urls.items()}
+
+
+def names(nodes: Any) -> list[str]:
+    return sorted(node.name for node in nodes)
+
+
+# --- fleet ------------------------------------------------------------------------------------------------------------
+def test_unchanged_nodes_are_kept_and_changed_ones_replaced() -> None:
+    fleet = Fleet(make)
+    first = fleet.use(members(a="1", b="2"), is_final=True)
+    assert (names(first.added), first.removed, fleet.is_single) == (["a", "b"], (), False)
+    before = dict(fleet.nodes)
+    second = fleet.use(members(a="1", b="3", c="4"), is_final=True)
+    assert (names(second.added), names(second.removed)) == (["b", "c"], ["b"])
+    assert fleet.nodes["a"] is before["a"]
+    assert cast(FakeNode, before["b"]).is_stopped
+    view = fleet.view
+    assert fleet.use(members(a="1", b="3", c="4"), is_final=True) == ((), ())
+    assert fleet.view is view
+
+
+def test_node_that_left_stays_until_it_is_silent() -> None:
+    fleet = Fleet(make)
+    fleet.use(members(a="1", b="2"), is_final=True)
+    b: Any = fleet.nodes["b"]
+    assert fleet.use(members(a="1"), is_final=False) == ((), ())
+    assert fleet.sweep() == ((), ())
+    fleet.use(members(a="1", b="2"), is_final=False)
+    assert b.is_listed
+    fleet.use(members(a="1"), is_final=False)
+    b.view.age = 16.0
+    assert names(fleet.sweep().removed) == ["b"]
+    assert list(fleet.nodes) == ["a"]
+
+
+def test_silent_node_that_is_listed_stays() -> None:
+    fleet = Fleet(make)
+    fleet.use(members(a="1", b="2"), is_final=True)
+    cast(Any, fleet.nodes["b"]).view.age = 100.0
+    assert fleet.sweep() == ((), ())
+
+
+def test_only_service_and_nodes_are_not_mixed() -> None:
+    fleet = Fleet(make)
+    fleet.use({ONLY: Member("1", "t")}, is_final=True)
+    assert fleet.is_single
+    assert fleet.view is fleet.nodes[ONLY].view
+    change = fleet.use(members(a="1"), is_final=False)
+    assert (names(change.added), names(change.removed)) == (["a"], [""])
+    assert isinstance(fleet.view, FleetView)
+
+
+# --- the merged view --------------------------------------------------------------------------------------------------
+def status(model: str = "m", state: ModelState = ModelState.READY, **more: Any) -> ModelStatus:
+    return ModelStatus(model, state, capabilities=("chat",), context_length=64, **more)
+
+
+def view_of(*nodes: FakeNode, clock: list[float] | None = None) -> FleetView:
+    return FleetView(cast(Any, {node.name: node for node in nodes}), lambda: (clock or [0.0])[0])
+
+
+def test_models_appear_change_and_disappear_with_their_nodes() -> None:
+    a, b = FakeNode("a"), FakeNode("b")
+    view = view_of(a, b)
+    assert (dict(view.models), view.aliases, "m" in view.models) == ({}, {}, False)
+    a.lists(status(in_flight=1, aliases=("n",)))
+    b.lists(status(in_flight=2), status("only"))
+    assert dict(view.models) == {}, "the change is not known yet"
+    view.note_change("a")
+    view.note_change("b")
+    assert {name: one.in_flight for name, one in view.models.items()} == {"m": 3, "only": 0}
+    assert (view.aliases, len(view.models), "m" in view.models) == ({"n": "m"}, 2, True)
+    b.lists()
+    view.note_change("b")
+    assert ([*view.models], view.models["m"].in_flight) == (["m"], 1)
+    assert view.models.get("only") is None
+    view.note_change("unknown")
+    assert [*view.models] == ["m"]
+
+
+def test_model_on_many_nodes_is_merged_at_intervals() -> None:
+    nodes = [FakeNode(f"n{number}") for number in range(FEW_NODES + 1)]
+    clock = [0.0]
+    view = view_of(*nodes, clock=clock)
+    for node in nodes:
+        node.lists(status(in_flight=1))
+    assert view.models["m"].in_flight == len(nodes)
+    nodes[0].lists(status(in_flight=5))
+    view.note_change("n0")
+    assert view.models["m"].in_flight == len(nodes)
+    clock[0] += MERGE_SECONDS
+    assert view.models["m"].in_flight == len(nodes) + 4
+
+
+def test_view_is_complete_when_all_nodes_answer() -> None:
+    a, b = FakeNode("a"), FakeNode("b")
+    view = view_of(a, b)
+    assert (view.is_fresh, view.is_complete, view.reachable, view.was_seen) == (True, True, True, True)
+    a.view.is_fresh, a.view.reachable = False, False
+    assert (view.is_fresh, view.is_complete, view.reachable) == (True, False, True)
+    b.view.is_fresh, b.view.reachable = False, None
+    assert (view.is_fresh, view.reachable) == (False, False)
+    assert (view_of().is_complete, view_of().reachable, view_of().was_seen) == (False, None, False)
+
+
+def test_failure_is_likely_when_each_node_has_one() -> None:
+    a, b = FakeNode("a"), FakeNode("b")
+    view = view_of(a, b)
+    a.lists(status())
+    b.lists(status())
+    assert view.likely_failure("m") is None
+    a.failures["m"] = LikelyFailure("a failed")
+    assert view.likely_failure("m") is None
+    b.failures["m"] = LikelyFailure("b failed", 2.0)
+    assert view.likely_failure("m") == LikelyFailure("b failed", 2.0)
+    assert view.likely_failure("other") is None
+
+
+# --- membership -------------------------------------------------------------------------------------------------------
+def settings(*nodes: str, **more: Any) -> InferenceSettings:
+    return InferenceSettings.model_validate({"nodes": nodes, **more})
+
+
+async def test_urls_and_names_are_members() -> None:
+    membership = Membership(settings("http://gpu-1:8085", "b=https://gpu-2/", "dns:127.0.0.1:99"))
+    assert (membership.is_fixed, membership.is_complete) == (False, False)
+    await membership.first()
+    assert membership.is_complete
+    assert membership.addresses == {
+        "127.0.0.1:99": Address("http://127.0.0.1:99", "127.0.0.1"),
+        "gpu-1:8085": Address("http://gpu-1:8085"),
+        "b": Address("https://gpu-2"),
+    }
+    later = Membership(settings("dns:127.0.0.1:99", "ray:"), membership)
+    assert [*later.addresses] == ["127.0.0.1:99"]
+    assert Membership(settings("http://gpu-1:8085")).is_fixed
+
+
+async def test_name_without_an_address_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    membership = Membership(settings("dns:does-not-exist.invalid:99"))
+    await membership.first()
+    await membership.first()
+    assert (dict(membership.addresses), membership.is_complete) == ({}, False)
+    assert len(caplog.messages) == 1
+    assert "the nodes of dns:does-not-exist.invalid:99 cannot be read" in caplog.text
+
+
+async def test_members_of_a_cluster_are_those_that_its_helper_prints(caplog: pytest.LogCaptureFixture) -> None:
+    line = json.dumps({"nodes": [{"name": "n1", "url": "http://10.0.0.1:8085/", "epoch": "e"}]})
+    membership = Membership(settings("ray:head:1"), helper=(sys.executable, "-c", f"print('{line}', flush=True)"))
+    changes: list[dict[str, Address]] = []
+    task = asyncio.create_task(membership.run(lambda: changes.append(dict(membership.addresses))))
+    try:
+        await until("the end of the helper is logged", lambda: "its helper ended with status 0" in caplog.text)
+        assert changes == [{"n1": Address("http://10.0.0.1:8085")}]
+        assert membership.addresses == changes[0], "the last list stays"
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_odd_line_of_the_helper_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    membership = Membership(settings("ray:"), helper=(sys.executable, "-c", "print('[]', flush=True); input()"))
+    task = asyncio.create_task(membership.run(lambda: None))
+    try:
+        await until("it is logged", lambda: "the nodes of ray: cannot be read: TypeError" in caplog.text)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
