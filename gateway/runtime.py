@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -314,6 +315,8 @@ class Runtime:
         self._registry = clouds.with_nodes({node.key: node.provider for node in nodes.values()})
         for node in change.removed:
             self.breakers.forget(node.key)
+            with contextlib.suppress(KeyError):  # it never answered
+                self.telemetry.node_up.remove(node.name)
             if self._prefixes is not None:
                 self._prefixes.index.forget(node.name)
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
@@ -353,6 +356,7 @@ class Runtime:
 
     def on_reachable(self, node: Node, is_reachable: bool) -> None:
         """See `NodeObserver`."""
+        self.telemetry.node_up.labels(node.name).set(is_reachable)
         if self.observer is not None:
             self.observer.on_reachable(node.name, is_reachable)
 

@@ -51,6 +51,12 @@ class Telemetry:
         self.breaker_state = Gauge(
             "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "node", "model"], registry=registry
         )
+        self.node_up = Gauge(
+            "gateway_node_up",
+            "Whether the inference service answers, by node",
+            ["node"],
+            registry=registry,
+        )
         self.probes = Counter(
             "gateway_probes_total",
             "Probes of the inference service by node, purpose and result",

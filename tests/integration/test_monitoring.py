@@ -33,6 +33,8 @@ DASHBOARD = CONFIG / "grafana" / "headgate.json"
 PROMTOOL = shutil.which("promtool")
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 """Series that Prometheus adds."""
+OF_SCRAPES = {"job", "instance"}
+"""Labels that Prometheus adds to every series."""
 KINDS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
 
 Labels = dict[str, set[str]]
@@ -81,6 +83,7 @@ async def series(start: Start, tmp_path: Path) -> Labels:
     assert (await ask(service.app, "GET", "/metrics", key=None)).status == 200
     gateway = Gateway(tmp_path, "http://127.0.0.1:9")
     async with gateway:
+        gateway.runtime.telemetry.watch_shared_state()
         page = await gateway.client.get("/metrics")
         assert page.status_code == 200
         metrics = gateway.runtime.telemetry.registry
@@ -103,7 +106,7 @@ async def test_queries_of_rules_and_dashboard_name_series_and_labels_that_exist(
     """Of most metrics at least one query shows the value."""
     used = set()
     for place, query in expressions():
-        known = {"le"} if "histogram_quantile" in query else set()
+        known = OF_SCRAPES | ({"le"} if "histogram_quantile" in query else set())
         for selector in selectors(query):
             assert selector.name in series, f"{place}: no service has the series {selector.name}"
             names = {matcher.name for matcher in selector.matchers.matchers}
@@ -123,7 +126,7 @@ async def test_texts_of_alerts_name_labels_of_their_series(series: Labels) -> No
         assert rule["labels"]["severity"] in ("warning", "critical")
         labels = set().union(*(series[selector.name] for selector in selectors(rule["expr"])))
         named = re.findall(r"\$labels\.(\w+)", "".join(rule["annotations"].values()))
-        assert set(named) <= labels, rule["alert"]
+        assert set(named) <= labels | OF_SCRAPES, rule["alert"]
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
@@ -159,9 +162,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
         {'gateway_requests_total{route="demo",tier="local",outcome="success"}': "0+20"},
     ),
     "HeadgateBreakerOpen": (
-        {'gateway_breaker_state{provider="local",model="demo"}': "2"},
-        {"provider": "local", "model": "demo"},
-        {'gateway_breaker_state{provider="local",model="demo"}': "1"},
+        {'gateway_breaker_state{provider="local",node="a",model="demo"}': "2"},
+        {"provider": "local", "node": "a", "model": "demo"},
+        {'gateway_breaker_state{provider="local",node="a",model="demo"}': "1"},
     ),
     "HeadgateManyFallbacks": (
         {
@@ -186,6 +189,21 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
         },
     ),
     "HeadgateAdmissionQueue": ({"gateway_queue_depth": "101"}, {}, {"gateway_queue_depth": "100"}),
+    "HeadgateNodeDown": (
+        {'gateway_node_up{node="a",instance="x:1"}': "0", 'gateway_node_up{node="a",instance="y:1"}': "0"},
+        {"node": "a"},
+        {'gateway_node_up{node="a",instance="x:1"}': "0", 'gateway_node_up{node="a",instance="y:1"}': "1"},
+    ),
+    "HeadgateNodePartitioned": (
+        {'gateway_node_up{node="a",instance="x:1"}': "0", 'gateway_node_up{node="a",instance="y:1"}': "1"},
+        {"node": "a"},
+        {'gateway_node_up{node="a",instance="x:1"}': "0", 'gateway_node_up{node="b",instance="x:1"}': "1"},
+    ),
+    "HeadgateSharedStateLost": (
+        {'gateway_shared_state_up{instance="x:1"}': "0"},
+        {"instance": "x:1"},
+        {'gateway_shared_state_up{instance="x:1"}': "1"},
+    ),
     "HeadgateDeviceUnusable": (
         {'inference_device_state{device="gpu-0"}': "5"},
         {"device": "gpu-0"},
