@@ -18,6 +18,7 @@ from gateway import configuration
 from gateway.access.admission import Admission
 from gateway.access.authentication import Keys
 from gateway.access.key_usage import Limiter
+from gateway.access.shared_limits import SharedLimits
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import MAX_BREAKERS, Breakers
 from gateway.breaker.outcome import LOCAL, Failure, Scope, is_local, split_key
@@ -121,7 +122,8 @@ class Runtime:
         self.observer: Observer | None = None
         self.open_requests = OpenRequests()
         self.admission = Admission(config.admission, self.telemetry)
-        self.limiter = Limiter(self.telemetry)
+        shared_limits = None if self.shared_state is None else SharedLimits(self.shared_state)
+        self.limiter = Limiter(self.telemetry, shared=shared_limits)
         self.bodies = Bodies()
         self.images = Images(config.images)
         self.is_draining = False

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from gateway.access import rate_limits as core
 from gateway.access.authentication import Key
+from gateway.access.shared_limits import SharedLimits, share_of
 from gateway.apis.openai.frames import Data, DeltaKind, Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import GatewayError, RefusedError
@@ -28,25 +30,51 @@ _LIMIT_NAMES = {
 
 
 class Limiter:
-    """The accounts of all keys, by name, so that a new secret under an old name keeps its account."""
+    """The accounts of all keys, by name, so that a new secret under an old name keeps its account.
 
-    def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
+    With `shared` the accounts of all gateways are in the store. Those here then hold this gateway's share of them and
+    its own running requests; they decide while the store is lost, with this gateway's share of the limits.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic, shared: SharedLimits | None = None
+    ) -> None:
         self._telemetry = telemetry
         self._clock = clock
         self._numbers = itertools.count(1)
         self._accounts: dict[str, core.Account] = {}
         self._limits: dict[str, core.Limits] = {}
+        self._shared = shared
+        self._at_loss: dict[str, core.Account] = {}
+        """The accounts when the store was lost: what was added since then is merged when it is back."""
+        if shared is not None:
+            shared.state.on_down.append(self._on_down)
+            shared.state.on_up.append(self._on_up)
+            shared.state.on_tick.append(self._on_tick)
 
-    def enter(self, key: Key, exchange: Exchange) -> Meter | None:
+    async def enter(self, key: Key, exchange: Exchange) -> Meter | None:
         """A context for one request with `key`; None for a key without limits. Raises RefusedError (429).
 
         Sets the rate-limit headers of `exchange`.
         """
         if not key.limits.is_any:
             return None
-        number = next(self._numbers)
-        outcome = core.enter(self._account(key), key.limits, number, self._clock())
-        self._note(key, exchange, outcome)
+        number, limits = next(self._numbers), key.limits
+        self._limits.setdefault(key.name, limits)
+        shared = None if self._shared is None else await self._shared.enter(key.name, limits, number)
+        if shared is None:
+            limits = self._own(limits)
+            account, refusal = core.enter(self._account(key), limits, number, self._clock())
+            self._accounts[key.name] = account
+        else:
+            account, refusal = shared.account, None
+            if not shared.is_accepted:
+                refusal = core.enter(account, limits, number, account.at)[1]
+            own = self._follow(key.name, account)
+            if refusal is None:
+                running = (*own.running, core.Running(number, account.at))
+                self._accounts[key.name] = replace(own, running=running)
+        self._note(exchange, account, limits, refusal)
         return Meter(self, key, exchange, number)
 
     def apply(self, keys: Sequence[Key]) -> None:
@@ -59,9 +87,24 @@ class Limiter:
             if not account.is_idle(self._limits.get(name, core.NO_LIMITS), now)
         }
 
-    def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
+    async def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
         """Reserves `tokens` for a request that entered; raises RefusedError (429)."""
-        self._note(key, exchange, core.reserve(self._account(key), self._now(key), number, tokens, self._clock()))
+        limits = self._now(key)
+        shared = None if self._shared is None else await self._shared.reserve(key.name, limits, tokens)
+        if shared is None:
+            limits = self._own(limits)
+            account, refusal = core.reserve(self._account(key), limits, number, tokens, self._clock())
+            self._accounts[key.name] = account
+        else:
+            account, refusal, held = shared.account, None, 0
+            if shared.is_accepted:
+                held = min(tokens, limits.tokens_per_minute or 0)
+            else:
+                refusal = core.reserve(account, limits, number, tokens, account.at)[1]
+            own = self._follow(key.name, account)
+            running = tuple(replace(one, reserved=held) if one.number == number else one for one in own.running)
+            self._accounts[key.name] = replace(own, running=running)
+        self._note(exchange, account, limits, refusal)
 
     def counts_tokens(self, key: Key) -> bool:
         """Whether tokens of `key` are limited."""
@@ -69,7 +112,12 @@ class Limiter:
 
     def leave(self, key: Key, number: int, tokens: int) -> None:
         """Ends a request that took `tokens`."""
-        self._accounts[key.name] = core.leave(self._account(key), self._now(key), number, tokens, self._clock())
+        account, limits = self._account(key), self._now(key)
+        if self._shared is not None:
+            reserved = next((one.reserved for one in account.running if one.number == number), 0)
+            self._shared.leave(key.name, limits, number, tokens, reserved)
+            limits = self._own(limits)
+        self._accounts[key.name] = core.leave(account, limits, number, tokens, self._clock())
 
     def _now(self, key: Key) -> core.Limits:
         """The current limits of the key; a running request may have begun with others."""
@@ -78,10 +126,10 @@ class Limiter:
     def _account(self, key: Key) -> core.Account:
         return self._accounts.get(key.name, core.Account())
 
-    def _note(self, key: Key, exchange: Exchange, outcome: tuple[core.Account, core.Refusal | None]) -> None:
-        account, refusal = outcome
-        self._accounts[key.name] = account
-        exchange.limits = _headers(core.limit_statuses(account, key.limits, account.at))
+    def _note(
+        self, exchange: Exchange, account: core.Account, limits: core.Limits, refusal: core.Refusal | None
+    ) -> None:
+        exchange.limits = _headers(core.limit_statuses(account, limits, account.at))
         if refusal is None:
             return
         self._telemetry.rate_limited.labels(str(refusal.kind)).inc()
@@ -91,6 +139,42 @@ class Limiter:
             f"this key's limit is reached ({limit}); try again in {core.duration(refusal.wait)}",
             retry_after=refusal.wait,
         )
+
+    # --- shared state ------------------------------------------------------------------------------------------------
+    def _own(self, limits: core.Limits) -> core.Limits:
+        """What this gateway allows alone."""
+        return limits if self._shared is None else share_of(limits, self._shared.state.gateways)
+
+    def _follow(self, name: str, shared: core.Account) -> core.Account:
+        """This gateway's account, with its share of the usage of all."""
+        assert self._shared is not None
+        gateways, own = self._shared.state.gateways, self._accounts.get(name, core.Account())
+        own = replace(own, requests=shared.requests / gateways, tokens=shared.tokens / gateways, at=shared.at)
+        self._accounts[name] = own
+        return own
+
+    def _on_down(self) -> None:
+        self._at_loss = dict(self._accounts)
+
+    async def _on_up(self) -> None:
+        """Adds what was used while the store was lost."""
+        assert self._shared is not None
+        at_loss, self._at_loss = self._at_loss, {}
+        now = self._clock()
+        for name, account in tuple(self._accounts.items()):
+            limits = self._limits.get(name, core.NO_LIMITS)
+            if limits.is_any:
+                own = self._own(limits)
+                used = core.settled(account, own, now)
+                before = core.settled(at_loss.get(name, core.Account()), own, now)
+                added = (max(0.0, used.requests - before.requests), max(0.0, used.tokens - before.tokens))
+                await self._shared.merge(name, limits, added, account.running)
+
+    async def _on_tick(self) -> None:
+        """Keeps the shares current for keys that other gateways serve."""
+        assert self._shared is not None
+        for name, account in (await self._shared.active()).items():
+            self._follow(name, account)
 
 
 def _headers(limit_statuses: Sequence[core.LimitStatus]) -> tuple[tuple[str, str], ...]:
@@ -128,13 +212,13 @@ class Meter:
         """Whether the key's tokens are limited."""
         return self._limiter.counts_tokens(self._key)
 
-    def reserve(self, request: InferenceRequest) -> None:
+    async def reserve(self, request: InferenceRequest) -> None:
         """Reserves the estimated tokens of `request`; raises RefusedError (429)."""
         if not self.counts_tokens:
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
         wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
-        self._limiter.reserve(self._key, self._exchange, self._number, wanted)
+        await self._limiter.reserve(self._key, self._exchange, self._number, wanted)
 
     def note(self, frame: Frame) -> None:
         """Counts one frame of the answer."""

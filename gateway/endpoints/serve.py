@@ -153,7 +153,7 @@ class RequestApp(ABC):
         key, tenant = self._admit(exchange)
         record.key = key.name
         runtime.usage.admit(key)
-        meter = runtime.limiter.enter(key, exchange)
+        meter = await runtime.limiter.enter(key, exchange)
         with meter or _NO_METER, runtime.bodies.hold(headers, max_body):
             context = request_context(exchange, key, tenant, meter)
             if (raw := take_buffered_body(exchange, max_body)) is None:
@@ -168,7 +168,7 @@ class RequestApp(ABC):
             built_on_bytes = request.size_bytes - len(raw)
             del raw
             if meter is not None and self.takes_tokens:
-                meter.reserve(request)
+                await meter.reserve(request)
             record.model, record.stream = request.model, request.stream
             check_allowed(key, request.model)
             match = await find_route(runtime, request.model, exchange)

@@ -16,6 +16,10 @@ BREAKERS = PREFIX + "breakers"
 VERSION = PREFIX + "breakers:version"
 """Number of changes of BREAKERS."""
 
+USAGE = PREFIX + "usage:"
+ACTIVE = PREFIX + "active"
+"""Sorted set: the last request of each key with limits."""
+
 DEAD_SECONDS = 6.0
 """A gateway without a heartbeat for this long has ended."""
 FORGET_SECONDS = 600.0
@@ -39,7 +43,7 @@ def fence_key(name: str) -> str:
 
 def usage_key(name: str) -> str:
     """Hash: requests and tokens of a key's limits, and when they were computed (`at`)."""
-    return f"{PREFIX}usage:{name}"
+    return USAGE + name
 
 
 def running_key(name: str) -> str:
@@ -152,6 +156,110 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 
+_ACCOUNT = """
+-- The account of a key at the present time; see gateway/access/rate_limits.py. Bounds are nil where there is no limit.
+local function account(key, per_minute_requests, per_minute_tokens)
+  local stored = redis.call('HMGET', key, 'requests', 'tokens', 'at')
+  local at = tonumber(stored[3]) or now
+  if at > now + 1 then at = now end -- the server's clock was set back
+  local passed = math.max(0, now - at)
+  local function drained(used, bound)
+    return bound and math.max(0, (tonumber(used) or 0) - passed * bound / 60) or 0
+  end
+  return drained(stored[1], per_minute_requests), drained(stored[2], per_minute_tokens), math.max(now, at)
+end
+local function keep(key, requests, tokens, at)
+  redis.call('HSET', key, 'requests', exact(requests), 'tokens', exact(tokens), 'at', exact(at))
+  redis.call('EXPIRE', key, 3600)
+end
+local ROUNDING = 1e-6
+"""
+
+_ENTER = """
+-- KEYS: account, running, gateways, active; ARGV: limits on requests, tokens and concurrent requests (empty: none),
+-- member of the request, dead seconds, name of the key.
+-- Returns whether it may start, requests, tokens, running requests, and when the first of them began.
+local bound, token_bound, concurrent = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local requests, tokens, at = account(KEYS[1], bound, token_bound)
+local running = 0
+if concurrent then
+  running = redis.call('ZCARD', KEYS[2])
+  if running >= concurrent then
+    for _, member in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+      local beat = tonumber(redis.call('ZSCORE', KEYS[3], string.match(member, '^[^:]*')))
+      if not beat or beat < now - ARGV[5] then redis.call('ZREM', KEYS[2], member) end
+    end
+    running = redis.call('ZCARD', KEYS[2])
+  end
+end
+local accepted = not (bound and requests + 1 - bound > ROUNDING) and not (concurrent and running >= concurrent)
+if accepted then
+  if bound then requests = requests + 1 end
+  if concurrent then
+    redis.call('ZADD', KEYS[2], exact(now), ARGV[4])
+    redis.call('EXPIRE', KEYS[2], 86400)
+  end
+  keep(KEYS[1], requests, tokens, at)
+  redis.call('ZADD', KEYS[4], exact(now), ARGV[6])
+end
+local first = running > 0 and redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2] or ''
+return {accepted and 1 or 0, exact(requests), exact(tokens), running, first}
+"""
+
+_RESERVE = """
+-- KEYS: account; ARGV: limits on requests and tokens, wanted tokens.
+-- Returns whether they are reserved, requests, tokens.
+local bound, token_bound = tonumber(ARGV[1]), tonumber(ARGV[2])
+local requests, tokens, at = account(KEYS[1], bound, token_bound)
+local held = math.min(tonumber(ARGV[3]), token_bound)
+local accepted = tokens + held - token_bound <= ROUNDING
+if accepted then
+  tokens = tokens + held
+  keep(KEYS[1], requests, tokens, at)
+end
+return {accepted and 1 or 0, exact(requests), exact(tokens)}
+"""
+
+_LEAVE = """
+-- KEYS: account, running; ARGV: limits on requests and tokens, member of the request, tokens, reserved tokens.
+local bound, token_bound = tonumber(ARGV[1]), tonumber(ARGV[2])
+local requests, tokens, at = account(KEYS[1], bound, token_bound)
+if token_bound then tokens = math.max(0, tokens + ARGV[4] - ARGV[5]) end
+keep(KEYS[1], requests, tokens, at)
+redis.call('ZREM', KEYS[2], ARGV[3])
+"""
+
+_MERGE_USAGE = """
+-- KEYS: account, running; ARGV: limits on requests and tokens, requests and tokens to add, gateway, then the running
+-- requests of this gateway: when each began, and its member.
+local bound, token_bound = tonumber(ARGV[1]), tonumber(ARGV[2])
+local requests, tokens, at = account(KEYS[1], bound, token_bound)
+if bound then requests = requests + ARGV[3] end
+if token_bound then tokens = tokens + ARGV[4] end
+keep(KEYS[1], requests, tokens, at)
+for _, member in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+  if string.match(member, '^[^:]*') == ARGV[5] then redis.call('ZREM', KEYS[2], member) end
+end
+for i = 6, #ARGV, 2 do redis.call('ZADD', KEYS[2], ARGV[i], ARGV[i + 1]) end
+if #ARGV > 5 then redis.call('EXPIRE', KEYS[2], 86400) end
+"""
+
+_ACTIVE_USAGE = """
+-- KEYS: active; ARGV: prefix of accounts, most keys. Returns the name, requests, tokens and age of recent accounts.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', exact(now - 60))
+local result = {}
+for _, name in ipairs(redis.call('ZREVRANGE', KEYS[1], 0, ARGV[2] - 1)) do
+  local stored = redis.call('HMGET', ARGV[1] .. name, 'requests', 'tokens', 'at')
+  if stored[3] then
+    result[#result + 1] = name
+    result[#result + 1] = stored[1]
+    result[#result + 1] = stored[2]
+    result[#result + 1] = exact(math.max(0, now - stored[3]))
+  end
+end
+return result
+"""
+
 SCRIPTS = {
     "now": _NOW + _NOW_ONLY,
     "heartbeat": _NOW + _HEARTBEAT,
@@ -163,5 +271,10 @@ SCRIPTS = {
     "release": _RELEASE,
     "acquire_lease": _NOW + _ACQUIRE_LEASE,
     "renew_lease": _RENEW_LEASE,
+    "enter": _NOW + _ACCOUNT + _ENTER,
+    "reserve": _NOW + _ACCOUNT + _RESERVE,
+    "leave": _NOW + _ACCOUNT + _LEAVE,
+    "merge_usage": _NOW + _ACCOUNT + _MERGE_USAGE,
+    "active_usage": _NOW + _ACTIVE_USAGE,
 }
 """By name."""
