@@ -46,6 +46,7 @@ from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
 from gateway.shared_state.shared_leases import Leases, LocalLeases, SharedLeases
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
+from gateway.usage.shared_budgets import SharedBudgets
 from gateway.usage.usage_service import UsageService
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
@@ -168,7 +169,13 @@ class Runtime:
         from gateway.shared_state.breaker_sync import BreakerSync
 
         BreakerSync(shared, self._breaker_file, self.breakers, lambda provider: provider in self._breaker_providers())
+        self.usage.shared_budgets = SharedBudgets(
+            shared, self._state.secret("gateway.id"), self._keys_with_budgets, self.usage.spent, time.time
+        )
         await shared.start()
+
+    def _keys_with_budgets(self) -> list[str]:
+        return [key.name for key in self.keys.all if key.budget.is_any]
 
     def _breaker_providers(self) -> tuple[str, ...]:
         """The providers that have breakers, each node by its own key."""

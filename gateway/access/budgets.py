@@ -34,6 +34,9 @@ class Spent(NamedTuple):
         return Spent(self.dollars + dollars, self.tokens + tokens)
 
 
+NOTHING = Spent()
+
+
 @dataclass(frozen=True, slots=True)
 class Exceeded:
     """Why a key must wait for the next month. `seconds` until then."""
@@ -73,9 +76,9 @@ class Budgets:
             self._month, self._spent = month, {}
         self._spent[key] = self._spent.get(key, Spent()).plus(dollars, tokens)
 
-    def check(self, key: str, budget: Budget, now: float) -> Exceeded | None:
-        """Whether the budget of `key` is used up."""
-        spent = self.spent(key, now)
+    def check(self, key: str, budget: Budget, now: float, elsewhere: Spent = NOTHING) -> Exceeded | None:
+        """Whether the budget of `key` is used up, here and `elsewhere`."""
+        spent = self.spent(key, now).plus(*elsewhere)
         if budget.dollars is not None and spent.dollars >= budget.dollars:
             used = f"${spent.dollars:.2f} of ${budget.dollars:.2f}"
         elif budget.tokens is not None and spent.tokens >= budget.tokens:

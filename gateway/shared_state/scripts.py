@@ -51,6 +51,11 @@ def running_key(name: str) -> str:
     return f"{PREFIX}running:{name}"
 
 
+def spent_key(month: str, name: str) -> str:
+    """Hash: what each gateway used of a key's budget in a month, as DOLLARS TOKENS."""
+    return f"{PREFIX}spent:{month}:{name}"
+
+
 _NOW = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -260,6 +265,30 @@ end
 return result
 """
 
+_EXCHANGE_SPENT = """
+-- KEYS: spent of each key; ARGV: gateway, then dollars and tokens of this gateway for each key.
+-- Returns dollars and tokens of the other gateways for each key.
+local result = {}
+for i, key in ipairs(KEYS) do
+  local dollars, tokens = ARGV[2 * i], ARGV[2 * i + 1]
+  if tonumber(tokens) > 0 or tonumber(dollars) > 0 then
+    redis.call('HSET', key, ARGV[1], dollars .. ' ' .. tokens)
+    redis.call('EXPIRE', key, 40 * 86400)
+  end
+  local other_dollars, other_tokens = 0, 0
+  local stored = redis.call('HGETALL', key)
+  for j = 1, #stored, 2 do
+    if stored[j] ~= ARGV[1] then
+      local one_dollars, one_tokens = string.match(stored[j + 1], '^(%S+) (%S+)$')
+      other_dollars, other_tokens = other_dollars + one_dollars, other_tokens + one_tokens
+    end
+  end
+  result[#result + 1] = exact(other_dollars)
+  result[#result + 1] = exact(other_tokens)
+end
+return result
+"""
+
 SCRIPTS = {
     "now": _NOW + _NOW_ONLY,
     "heartbeat": _NOW + _HEARTBEAT,
@@ -275,6 +304,7 @@ SCRIPTS = {
     "reserve": _NOW + _ACCOUNT + _RESERVE,
     "leave": _NOW + _ACCOUNT + _LEAVE,
     "merge_usage": _NOW + _ACCOUNT + _MERGE_USAGE,
+    "exchange_spent": _NOW + _EXCHANGE_SPENT,
     "active_usage": _NOW + _ACTIVE_USAGE,
 }
 """By name."""

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gateway.access.authentication import Key
-from gateway.access.budgets import Budgets, month_of
+from gateway.access.budgets import NOTHING, Budgets, Spent, month_of
 from gateway.errors import RefusedError, RequestError
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, KeySettings
 from gateway.usage.capture import Captured, kept_text, redacted
 from gateway.usage.prices import Price
+from gateway.usage.shared_budgets import SharedBudgets
 from gateway.usage.usage_file import StoredKey, UsageFile, advice
 from gateway.usage.usage_row import usage_row
 from gateway.usage.usage_writer import Retention, UsageWriter
@@ -45,6 +46,8 @@ class UsageService:
         self._directory = directory
         self._on_keys = on_keys
         self._budgets = Budgets()
+        self.shared_budgets: SharedBudgets | None = None
+        """What other gateways used, where gateways share their state."""
         self._writer: UsageWriter | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.apply(config)
@@ -81,9 +84,15 @@ class UsageService:
         """Raises RefusedError (429) if the budget of `key` is used up."""
         if not key.budget.is_any:
             return
-        exceeded = self._budgets.check(key.name, key.budget, time.time())
+        now = time.time()
+        elsewhere = NOTHING if self.shared_budgets is None else self.shared_budgets.elsewhere(key.name, now)
+        exceeded = self._budgets.check(key.name, key.budget, now, elsewhere)
         if exceeded is not None:
             raise RefusedError(Code.BUDGET_EXCEEDED, exceeded.message, retry_after=exceeded.seconds)
+
+    def spent(self, key: str, now: float) -> Spent:
+        """What `key` used at this gateway in the month of `now`."""
+        return self._budgets.spent(key, now)
 
     def note(self, record: Record, tier: str) -> None:
         """Stores an ended request; does not block."""

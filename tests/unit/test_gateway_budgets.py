@@ -23,6 +23,7 @@ def test_budget_is_used_up_by_dollars_or_tokens_and_begins_again_with_the_month(
     assert by_tokens is not None
     assert "100 of 100 tokens" in by_tokens.message
     assert budgets.check("bob", Budget(dollars=2.0, tokens=100), NOW) is None
+    assert budgets.check("bob", Budget(dollars=2.0), NOW, elsewhere=Spent(2.0)) is not None
     assert budgets.check("ann", Budget(dollars=2.0), NOW + 60) is None
     budgets.note("bob", 1.0, 1, NOW + 60)
     assert budgets.spent("ann", NOW + 60) == Spent()

@@ -1,0 +1,83 @@
+"""Guarantees of budgets over several gateways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gateway.access.budgets import Budget, Budgets, Spent
+from gateway.shared_state.shared_state import SharedState
+from gateway.usage.shared_budgets import SharedBudgets
+from tests.rigs.redis_server import RedisServer
+from tests.rigs.shared_gateways import until
+
+BUDGET = Budget(dollars=3.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+class One:
+    """The budgets of one gateway."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.state = SharedState(url)
+        self.budgets = Budgets()
+        self.shared = SharedBudgets(self.state, name, lambda: ["ann"], self.budgets.spent, time.time)
+
+    def use(self, dollars: float) -> None:
+        self.budgets.note("ann", dollars, 10, time.time())
+
+    @property
+    def elsewhere(self) -> Spent:
+        return self.shared.elsewhere("ann", time.time())
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.budgets.check("ann", BUDGET, time.time(), self.elsewhere) is not None
+
+
+@pytest.fixture
+async def two(server: RedisServer) -> AsyncIterator[tuple[One, One]]:
+    server.command("FLUSHALL")
+    gateways = One(server.url, "a"), One(server.url, "b")
+    for gateway in gateways:
+        await gateway.state.start()
+    yield gateways
+    for gateway in gateways:
+        await gateway.state.stop()
+
+
+async def test_use_at_one_gateway_counts_at_the_other_within_two_heartbeats(two: tuple[One, One]) -> None:
+    one, other = two
+    one.use(1.5)
+    one.use(1.0)
+    await until(lambda: other.elsewhere == Spent(2.5, 20), 3)
+    assert not other.is_used_up
+    other.use(0.5)
+    assert other.is_used_up
+    await until(lambda: one.is_used_up, 3)
+
+
+async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, One], server: RedisServer) -> None:
+    one, other = two
+    one.use(1.0)
+    await until(lambda: other.elsewhere.dollars == 1.0 and one.state.gateways == 2, 3)
+    server.kill()
+    try:
+        await until(lambda: not other.state.is_up)
+        assert other.elsewhere.dollars == 1.0
+        other.use(1.0)
+        assert other.elsewhere.dollars == 2.0, "the other gateways are taken to use as much"
+        assert other.is_used_up
+    finally:
+        server.start()
+    await until(lambda: one.state.is_up and other.state.is_up)
+    await until(lambda: (one.elsewhere.dollars, other.elsewhere.dollars) == (1.0, 1.0), 3)
+    assert not one.is_used_up
