@@ -61,8 +61,8 @@ function Missing({ nodes }) {
   if (!down.length || down.length === nodes.length) return null;
   const names = down.slice(0, NAMED).map(({ name }) => name).join(", ");
   return html`<${Notice} tone="warn">${down.length === 1
-    ? html`The node ${names} does not answer, since <${Since} at=${down[0].since} />.`
-    : `${down.length} of ${plural(nodes.length, "node")} do not answer: ${names}${down.length > NAMED ? ", …" : "."}`} The others take its requests.<//>`;
+    ? html`The node ${names} does not answer, since <${Since} at=${down[0].since} />. The others take its requests.`
+    : `${down.length} of ${plural(nodes.length, "node")} do not answer: ${names}${down.length > NAMED ? ", …" : "."} The others take their requests.`}<//>`;
 }
 
 /** The region is always there, so that screen readers announce what appears in it. */

@@ -66,8 +66,12 @@ const COLUMNS = [
   { key: "actions", label: "Actions", style: "actions", cell: (model, context) => html`<${Buttons} model=${model} context=${context} />` },
 ];
 
+const OF_NODE = {
+  key: "node", label: "Node", sort: (model) => model.node,
+  cell: (model, context) => html`${model.node}${context.down.has(model.node) && html`<${Status} value="does not answer" tone="bad" />`}`,
+};
 const [OF_ID, OF_STATE, ...FURTHER] = COLUMNS;
-const WITH_NODE = [OF_ID, OF_STATE, { key: "node", label: "Node", cell: (model) => model.node, sort: (model) => model.node }, ...FURTHER];
+const WITH_NODE = [OF_ID, OF_STATE, OF_NODE, ...FURTHER];
 
 const NO_MODELS = html`No models yet. Add one to <code>config/models.yaml</code>, then apply the file with <code>kill -HUP PID</code>
   (the pid that <code>make serve</code> printed). <code>headgate config check</code> reports mistakes.`;
@@ -78,9 +82,13 @@ const matches = (model, words) => words.every((word) =>
 export function ModelsView({ state, admin }) {
   const [filter, setFilter] = useState("");
   const [chosen, setChosen] = useState(null);
-  const context = useMemo(() => ({ admin, open: (key, action) => setChosen({ key, action }) }), [admin]);
+  const { nodes } = state.inference;
+  const context = useMemo(() => ({
+    admin, down: new Set(nodes.filter((node) => node.reachable === false).map(({ name }) => name)),
+    open: (key, action) => setChosen({ key, action }),
+  }), [admin, nodes]);
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const hasNodes = state.inference.nodes.length > 0;
+  const hasNodes = nodes.length > 0;
   const models = [...state.models.values()];
   if (hasNodes) models.sort((a, b) => (a.id < b.id ? -1 : a.id > b.id ? 1 : a.node < b.node ? -1 : 1));
   const shown = words.length ? models.filter((model) => matches(model, words)) : models;

@@ -66,8 +66,9 @@ export function OverviewView({ state, theme }) {
   const fallbacks = sorted(sums.fallbacks);
   const [failed, moved] = [errors, fallbacks].map((rows) => rows.reduce((all, { n }) => all + n, 0));
   const tiers = Object.keys(TIERS).map((tier) => ({ tier, n: sums.by_tier[tier] || 0, share: share(sums.by_tier[tier] || 0, sums.total) }));
-  const loaded = [...state.models.values()].filter((model) => ["ready", "busy"].includes((model.headgate || {}).state)).length;
   const { nodes } = state.inference;
+  const down = new Set(nodes.filter(({ reachable }) => !reachable).map(({ name }) => name));
+  const loaded = [...state.models.values()].filter((model) => ["ready", "busy"].includes((model.headgate || {}).state) && !down.has(model.node)).length;
   const queued = [...state.live.values()].filter((request) => ["admission", "queued"].includes(request.phase)).length;
   return html`
     <dl class="figures">
