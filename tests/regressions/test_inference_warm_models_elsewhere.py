@@ -77,3 +77,28 @@ def test_worker_whose_end_is_not_booked_gets_no_request() -> None:
     assert not world.leases
     world.settle(5)
     assert not world.pending
+
+
+def test_wanted_warm_models_that_exclude_each_other_do_not_wait_for_each_other() -> None:
+    """Each of them waited until its deadline for the other to leave. The one that has waited longest comes first."""
+    sizes = {"owner": 200, "guest": 200, "other": 200}
+    models: dict[str, dict[str, Any]] = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
+    models["owner"]["dedicated"] = True
+    world = CheckedWorld(configuration(models), sizes, ())
+    for name in ("other", "guest", "owner"):
+        world.want(name)
+        world.settle(1)
+        world.command(events.Offload(name))
+        world.settle(1)
+        assert world.state.models[name].state is ModelState.WARM
+    world.want("other")
+    world.deliver_all()
+    for name in ("owner", "guest"):  # they wait for the request that runs
+        world.want(name)
+        world.deliver_all()
+        world.tick(0.1)
+    world.settle(10)
+    assert not world.pending
+    assert [(request.model, str(error)) for request, error in world.failures] == [
+        ("guest", "the model 'guest' does not fit: cpu is dedicated to owner")
+    ]

@@ -12,7 +12,7 @@ from inference.authority.handlers.queries.plan_inputs import fit_of, held_models
 from inference.authority.handlers.running import keeping, load_devices, oom_recovery
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Result, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
-from inference.authority.placement.turns import Decision, Demand, Occupancy, decide
+from inference.authority.placement.turns import Decision, Demand, Occupancy, age_rank, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
 from inference.devices.device import CPU, Reading
 from inference.protocol import ModelState
@@ -125,8 +125,28 @@ def plan_on(
     return plan(request, state.ledger.without(own), others, device_view.policy(state.settings, now))
 
 
+def rank(model: ModelRecord) -> tuple[float, float, str]:
+    """The sort key of wanted models, lowest first: those for which others already leave, then the longest wait."""
+    return model.eviction_began_at, age_rank(model.queue.waiters), model.id
+
+
+def _yields(state: State, id: str, to: ModelRecord) -> bool:
+    """Whether the wanted model `id` is warm and later than the wanted model `to`.
+
+    Its warm copy may be dropped: two warm models that exclude each other would otherwise both wait forever.
+    """
+    model = state.models.get(id)
+    if model is None or model.state is not ModelState.WARM or not model.queue.waiters:
+        return False
+    return bool(to.queue.waiters) and rank(to) < rank(model)
+
+
 def _decide(state: State, model: ModelRecord, request: Request, now: float) -> Decision:
-    ledger, held = state.ledger, held_models(state, now)
+    ledger = state.ledger
+    held = [
+        replace(item, eviction_state=EvictionState.WARM) if _yields(state, item.model, model) else item
+        for item in held_models(state, now)
+    ]
     if model.state is ModelState.WARM:
         request, ledger = keeping.request_to_restore(state, model, request), keeping.ledger_to_restore(state, model)
         held = [item for item in held if item.model != model.id or item.eviction_state is EvictionState.LEAVING]

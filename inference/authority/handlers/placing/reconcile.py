@@ -31,7 +31,7 @@ from inference.authority.handlers.watching import advisor, governor
 from inference.authority.lifecycle import ACCEPTING, Action, Departure, ModelEvent, Reason
 from inference.authority.placement.plan import EvictionState, Placement, Refusal, Result
 from inference.authority.placement.stage import EVICTABLE
-from inference.authority.placement.turns import Decision, age_rank
+from inference.authority.placement.turns import Decision
 from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
 from inference.devices.device import CPU
@@ -63,7 +63,7 @@ def reconcile(draft: Draft) -> None:
             draft.set_model(model.id, eviction_began_at=math.inf)
     wanted = [model for model in draft.state.models.values() if model.queue.waiters]
     all_decided = True
-    for model in sorted(wanted, key=lambda item: (item.eviction_began_at, age_rank(item.queue.waiters))):
+    for model in sorted(wanted, key=decision.rank):
         if draft.model(model.id).queue.waiters:
             all_decided = _advance(draft, model.id) and all_decided
     if all_decided:
