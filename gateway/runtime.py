@@ -28,6 +28,7 @@ from gateway.errors import RequestError
 from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
+from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet import ONLY, Change, Fleet, Member
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.membership import Address, Membership
@@ -137,6 +138,7 @@ class Runtime:
         """The last membership whose list was complete."""
         self._tls: NodeTls | None = None
         self._prefixes: Prefixes | None = None
+        self._placement = ColdPlacement(lambda: self.leases, self._spawn)
         self._watching: asyncio.Task[None] | None = None
         self._registry = registry.Registry({})
         self._first_contact_until = math.inf
@@ -331,7 +333,7 @@ class Runtime:
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
         self.gateway_state = GatewayState(
             self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
-            self.breakers.generation, nodes, self._prefixes,
+            self.breakers.generation, nodes, self._prefixes, self._placement,
         )  # fmt: skip
         for node in change.added:
             node.start(self._spawn)

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import Failure, Scope, Verdict
+from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, NoNode, choose
+from gateway.nodes.node_table import PRESENT
 from gateway.nodes.prefix_blocks import PrefixBlocks
 from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.candidate_facts import LikelyFailure
@@ -39,6 +41,7 @@ class NodeSelection:
         view: FleetView,
         breakers: Breakers,
         prefixes: Prefixes,
+        placement: ColdPlacement,
         request: InferenceRequest,
         client: Client,
         *,
@@ -48,6 +51,7 @@ class NodeSelection:
         self._view = view
         self._breakers = breakers
         self._prefixes = prefixes
+        self._placement = placement
         self._request = request
         self._client = client
         self._fit_check = fit_check
@@ -72,8 +76,26 @@ class NodeSelection:
         """Use `node` only if no other is left."""
         self._avoided.add(node)
 
-    def choose(self, model: str, prompt_tokens: int) -> ChosenNode | NoNode:
-        """The node for `model`, or the reasons why there is none. `prompt_tokens` is an estimate."""
+    async def choose(self, model: str, prompt_tokens: int, seconds: float) -> str | NoNode:
+        """The node for `model`, or the reasons why there is none. `prompt_tokens` is an estimate.
+
+        Where the model has to be loaded, the nodes are asked for their plans, for at most `seconds`.
+        """
+        found = self._choice(model, prompt_tokens)
+        if isinstance(found, NoNode):
+            return found
+        self.has_other = any(name not in self._avoided for name in found.others)
+        cold = [self._nodes[name] for name in (found.name, *found.others) if self._is_cold(name, model)]
+        if len(cold) < 2 or cold[0].name != found.name:
+            return found.name
+        return await self._placement.node_for(model, cold, self._view, seconds) or found.name
+
+    def _is_cold(self, node: str, model: str) -> bool:
+        """Whether the model has to be loaded on `node`, as far as known."""
+        status = self._view.table.status(node, model)
+        return status is not None and status.state not in PRESENT
+
+    def _choice(self, model: str, prompt_tokens: int) -> ChosenNode | NoNode:
         table = self._view.table
         needs = NodeNeeds(prompt_tokens, self._request.needs, self._fit_check)
         names = table.nodes_for(model, random.random)
@@ -88,8 +110,6 @@ class NodeSelection:
         found = self._choose(names, model, needs, cached_tokens)
         if isinstance(found, NoNode) and len(others := [name for name in table.listed(model) if name not in names]):
             found = self._choose(others, model, needs, cached_tokens)  # none of the sample can take it
-        if isinstance(found, ChosenNode):
-            self.has_other = any(name not in self._avoided for name in found.others)
         return found
 
     def headers(self, node: str, model: str) -> dict[str, str]:

@@ -28,6 +28,9 @@ from inference.protocol import Code, ModelStatus, Priority
 COUNT_SECONDS = 5.0
 """Time limit of one token count; a quarter of the remaining time is another."""
 
+PLACEMENT_SECONDS = 5.0
+"""Time limit of the decision on which node a model is loaded; a quarter of the remaining time is another."""
+
 SMALLER_SECONDS = 0.5
 """How old the view of the models may be when a smaller model is chosen."""
 
@@ -135,15 +138,16 @@ class CandidateFilter:
         why = "; ".join(reasons) or "the inference service lists no other chat model"
         return Dropped(candidate, Drop.NO_CHOICE, f"no other local model is ready or fits now: {why}")
 
-    def placed(self, candidate: Candidate) -> Candidate | Dropped:
+    async def placed(self, candidate: Candidate, budget: Budget) -> Candidate | Dropped:
         """`candidate` on the node that takes the request now, if there are several nodes; the reason if none does."""
         if self.nodes is None or not candidate.is_local:
             return candidate
         tokens = self._counts.get(candidate.model) or checks.about_tokens(self._request.size_bytes)
-        found = self.nodes.choose(candidate.model, tokens)
+        seconds_left = budget.commit_by - asyncio.get_running_loop().time()
+        found = await self.nodes.choose(candidate.model, tokens, min(PLACEMENT_SECONDS, seconds_left / 4))
         if isinstance(found, NoNode):
             return Dropped(candidate, Drop.NO_NODE, reasons_of(found), found.retry_in)
-        candidate = replace(candidate, node=found.name)
+        candidate = replace(candidate, node=found)
         if candidate.position < len(self._considered):
             self._considered[candidate.position] = Considered(self.facts(candidate))
         return candidate

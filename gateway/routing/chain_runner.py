@@ -231,12 +231,15 @@ class ChainRunner:
 
     async def _settled(self, candidate: Candidate) -> Candidate | Dropped:
         """`candidate` with the model that it stands for now and the node; the reason if there is none."""
-        if not candidate.is_rule:
-            return self._filter.placed(candidate)
+        budget = self._state.budget
+        if not candidate.is_rule and self._filter.nodes is None:
+            return candidate
         began = time.monotonic()
-        settled = await self._filter.settled(candidate, self._state.budget)
+        settled = await self._filter.settled(candidate, budget)
+        if not isinstance(settled, Dropped):
+            settled = await self._filter.placed(settled, budget)
         self.upstream_seconds += time.monotonic() - began
-        return settled if isinstance(settled, Dropped) else self._filter.placed(settled)
+        return settled
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """Why `candidate` is not tried now; None when it is. No candidate is deferred twice."""

@@ -16,6 +16,7 @@ from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, Infe
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End, provider_key
 from gateway.breaker.permits import Refused
+from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.node_selection import Client, NodeSelection
@@ -88,6 +89,7 @@ class GatewayState:
     breaker_generation: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)
     prefixes: Prefixes | None = None
+    placement: ColdPlacement | None = None
 
     @functools.cached_property
     def fleet_view(self) -> FleetView | None:
@@ -98,10 +100,10 @@ class GatewayState:
         self, request: InferenceRequest, policy: RoutePolicy, context: RequestContext
     ) -> NodeSelection | None:
         """The choice of nodes for a request; None where there is only one inference service."""
-        if self.fleet_view is None or self.prefixes is None:
+        if self.fleet_view is None or self.prefixes is None or self.placement is None:
             return None
         return NodeSelection(
-            self.nodes, self.fleet_view, self.breakers, self.prefixes, request,
+            self.nodes, self.fleet_view, self.breakers, self.prefixes, self.placement, request,
             Client(context.tenant, context.priority), fit_check=policy.route.fit_check,
         )  # fmt: skip
 

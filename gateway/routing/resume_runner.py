@@ -272,10 +272,11 @@ class Answer:
         nodes = self._filter.nodes
         if nodes is None or not candidate.is_local:
             return await self._open(candidate, body, last=last)
+        assert self._budget is not None
         nodes.avoid(broken.node)
         retry_in: float | None = math.inf
         for _ in range(resume_policy.MAX_NODES):
-            placed = self._filter.placed(candidate)
+            placed = await self._filter.placed(candidate, self._budget)
             if isinstance(placed, Dropped):
                 self._drop(candidate, f"{placed.drop}: {placed.message}")
                 break

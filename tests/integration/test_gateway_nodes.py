@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gateway.nodes.fleet_view import FleetView
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway
@@ -154,3 +156,34 @@ async def test_turns_of_a_conversation_go_to_the_node_that_has_its_beginning(fle
         assert (await fleet.ask(messages=messages))[0] == first
         labels.append(set(fleet.nodes[first].seen[-1].headers["x-headgate-prefix"].split(",")))
     assert all(before < after for before, after in itertools.pairwise(labels))
+
+
+async def _cold(fleet: Fleet) -> None:
+    """Waits until the gateway knows that `demo` is not loaded."""
+    view = fleet.gateway.runtime.view
+    assert isinstance(view, FleetView)
+    view.poll_soon()
+    await until("both are cold", lambda: not view.table.loaded("demo"))
+
+
+async def test_cold_model_is_loaded_where_the_plan_is_cheapest(fleet: Fleet) -> None:
+    for name, service in fleet.nodes.items():
+        service.models = {one: replace(status, state=ModelState.COLD) for one, status in service.models.items()}
+        service.plans["demo"] = {"result": "FULL" if name == "a" else "FREE", "evict": ["x"] if name == "a" else []}
+        service.plans["demo-mini"] = {"result": "CANT_ACCOMMODATE"}
+    await _cold(fleet)
+    answers = await asyncio.gather(*(fleet.ask() for _ in range(6)))
+    assert {node for node, _ in answers} == {"b"}
+    assert [service.probes.count("/memory/plan") for service in fleet.nodes.values()] == [1, 1]
+    assert (await fleet.ask("demo-mini"))[0] in ("a", "b"), "the refusal of the node has the numbers"
+
+
+async def test_node_that_refuses_a_load_is_followed_by_the_next_plan(fleet: Fleet) -> None:
+    for service in fleet.nodes.values():
+        service.models = {one: replace(status, state=ModelState.COLD) for one, status in service.models.items()}
+    fleet.nodes["a"].answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED)
+    fleet.nodes["a"].plans["demo"] = {"result": "FREE"}
+    fleet.nodes["b"].plans["demo"] = {"result": "FULL"}
+    await _cold(fleet)
+    assert (await fleet.ask())[0] == "b"
+    assert [one.node for one in list(fleet.gateway.runtime.records)[-1].attempts] == ["a", "b"]

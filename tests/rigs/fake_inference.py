@@ -96,6 +96,8 @@ class FakeInference:
         self.counts: dict[str, int] = {}
         """The token count of any prompt, by model; a model that is not listed cannot count."""
         self.counted: list[Mapping[str, Any]] = []
+        self.plans: dict[str, dict[str, Any]] = {}
+        """Answers of `/memory/plan` by model, instead of one for the model's `fits`."""
         self.count_hold: asyncio.Event | None = None
         """Awaited before a count is returned."""
         self.seen: list[Seen] = []
@@ -185,7 +187,10 @@ class FakeInference:
 
     async def _plan(self, request: web.Request) -> web.Response:
         self.probes.append(request.path)
-        fits = self.models[(await request.json())["model"]].fits
+        model = (await request.json())["model"]
+        if (plan := self.plans.get(model)) is not None:
+            return web.json_response(plan)
+        fits = self.models[model].fits
         return web.json_response({"result": "CANT_ACCOMMODATE" if fits is False else "FREE"})
 
     async def _operate(self, request: web.Request) -> web.Response:
