@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,7 @@ AT_START = frozenset(
     {
         "host",
         "port",
+        "node",
         "token",
         "admin_key",
         "backend",
@@ -129,6 +131,9 @@ class InferenceSettings(BaseSettings):
     # the service
     host: str = "127.0.0.1"
     port: int = Field(8085, ge=0, le=65535)
+    node: Annotated[str | None, BeforeValidator(_empty_is_unset)] = Field(
+        None, pattern=r"^[A-Za-z0-9_.:-]{1,100}$", description="name of this service; default: the host name"
+    )
     token: str | None = Field(None, description="shared with the gateway; generated into the state directory if unset")
     admin_key: str | None = Field(
         None, min_length=1, description="key for requests that change something; default: the token"
@@ -271,6 +276,11 @@ class InferenceSettings(BaseSettings):
     def simulated_bytes(self) -> tuple[int, ...]:
         """Sizes of the simulated devices in INFERENCE_DEVICES; empty for real devices."""
         return parse_choice(self.devices) or ()
+
+    @property
+    def node_name(self) -> str:
+        """INFERENCE_NODE, or the name of this host."""
+        return self.node or socket.gethostname()
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -89,8 +89,12 @@ def _statuses(session: Session, *, running: bool) -> tuple[Answers, Models]:
 
 
 def _json(answers: Answers, models: Models) -> list[dict[str, Any]]:
-    shown = [({"node": node} if node else {}) | status.to_json() for node, status in models]
-    return [*shown, *answers.failures()]
+    """Each model with the name and the epoch of its node. A single service gives its own name."""
+    named = {
+        node: {key: answer[key] for key in ("node", "epoch") if key in answer} | ({"node": node} if node else {})
+        for node, answer in answers
+    }
+    return [*(named[node] | status.to_json() for node, status in models), *answers.failures()]
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,8 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
 
     @routes.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [status.to_json() for status in authority.statuses()]}
+        data = [status.to_json() for status in authority.statuses()]
+        return {"object": "list", "data": data, **authority.identity}
 
     @routes.get("/v1/models/{model_id:path}")
     async def show_model(model_id: str) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def router(app: FastAPI, authority: Authority, metrics: Metrics, is_draining: Ca
         found = figures.health(authority.state, authority.now)
         found |= {
             "service": "inference",
+            **authority.identity,
             "version": getattr(headgate, "__version__", None),
             "models": {model.id: str(model.state) for model in authority.state.models.values()},
         }

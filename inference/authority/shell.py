@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -80,6 +81,8 @@ class Authority:
         self.crashes = crashes
         self.bus = bus
         self.metrics = metrics
+        self.identity = {"node": config.settings.node_name, "epoch": secrets.token_hex(8)}
+        """The name of this service, and a random value that differs after each start."""
         self._estimator = estimator
         self._supervisor = supervisor
         self._build_check = build_check
@@ -180,7 +183,7 @@ class Authority:
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, for listeners that begin or fell behind."""
-        return model_status.snapshot(self._state, self.now)
+        return {**self.identity, **model_status.snapshot(self._state, self.now)}
 
     def live_figures(self) -> dict[str, Any]:
         """The figures of devices and models from the newest readings."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -157,6 +158,22 @@ async def _address_and_token(bench: Bench) -> None:
             assert answer.status == 200
     finally:
         service.kill()
+
+
+@shows("NODE")
+async def _name(bench: Bench) -> None:
+    epochs = set()
+    for _ in range(2):
+        service = await bench.start({"a": {}}, NODE="rack-1")
+        health = (await ask(service.app, "GET", "/health", key=None)).body
+        snapshot, models = service.authority.snapshot(), (await ask(service.app, "GET", "/v1/models")).body
+        for found in (health, snapshot, models):
+            assert (found["node"], found["epoch"]) == ("rack-1", service.authority.identity["epoch"])
+        epochs.add(health["epoch"])
+    assert len(epochs) == 2, "each start has its own epoch"
+    assert bench.configured().settings.node_name == socket.gethostname()
+    with pytest.raises(ConfigError, match="INFERENCE_NODE"):
+        bench.configured(NODE="two words")
 
 
 @shows("ADMIN_KEY")
