@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -37,6 +38,9 @@ from gateway.ui.dashboard import Dashboard
 from headgate.shared.asgi import App
 from inference.protocol import Code
 
+if TYPE_CHECKING:
+    from gateway.shared_state.shared_responses import SharedResponses
+
 STATELESS_APIS: tuple[PublicApi, ...] = (
     *(OpenAIApi(endpoint) for endpoint in Endpoint),
     *(OllamaApi(path) for path in PATHS),
@@ -46,7 +50,7 @@ STATELESS_APIS: tuple[PublicApi, ...] = (
 
 def make_app(runtime: Runtime) -> Edge:
     """The application of `runtime`; its lifespan starts and stops the runtime."""
-    dashboard = Dashboard(runtime)
+    dashboard, shared = Dashboard(runtime), _shared_responses(runtime)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,24 +61,28 @@ def make_app(runtime: Runtime) -> Edge:
         finally:
             dashboard.stop()
             await runtime.stop()
+            if shared is not None:
+                await shared.aclose()
 
     app = FastAPI(
         title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan,
         telemetry={"tracing": False},  # the gateway has spans of its own
     )  # fmt: skip
-    store = Store(KEPT_BYTES, KEPT_SECONDS)
+    store = Store(KEPT_BYTES, KEPT_SECONDS) if shared is None else shared
 
     def omit_hosted_tools() -> bool:
         return runtime.config.hosted_tools == "leave_out"
 
-    responding = ResponsesApi(store, omit_hosted_tools, lambda: runtime.config.max_body)
+    responding = ResponsesApi(store, omit_hosted_tools, lambda: runtime.config.max_body, shared)
+    prepare = None if shared is None else responding.prepare
     messages = MessagesApi(omit_hosted_tools)
     apis = (*STATELESS_APIS, messages, responding)
     hot: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
+    hot[responding.path] = Generation(runtime, responding.parse, prepare=prepare)
     hot[ui_routes.CHAT] = Generation(runtime, OpenAIApi(Endpoint.CHAT).parse, dashboard.admit)
     hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
     hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
-        runtime, responding.parse, {"object": "response.input_tokens"}
+        runtime, responding.parse, {"object": "response.input_tokens"}, prepare
     )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
@@ -82,7 +90,7 @@ def make_app(runtime: Runtime) -> Edge:
     app.include_router(model_routes.router(runtime))
     app.include_router(ollama_routes.router(runtime))
     app.include_router(operator_routes.admin_router(runtime))
-    app.include_router(response_routes.router(runtime, store))
+    app.include_router(response_routes.router(runtime, store, shared))
     app.include_router(operator_routes.openapi_router(runtime, app))
     app.include_router(ui_routes.router(runtime, dashboard))
     app.add_exception_handler(GatewayError, _on_error)
@@ -91,6 +99,15 @@ def make_app(runtime: Runtime) -> Edge:
     app.add_exception_handler(Exception, _on_defect)
     errors = {api.path: api.error for api in apis}
     return Edge(app, hot, errors, runtime.config.host, lambda: runtime.config.cors.origins)
+
+
+def _shared_responses(runtime: Runtime) -> SharedResponses | None:
+    """The responses of all gateways that share their state."""
+    if runtime.shared_state is None or runtime.config.state is None:
+        return None
+    from gateway.shared_state.shared_responses import SharedResponses
+
+    return SharedResponses(runtime.shared_state, runtime.config.state, KEPT_BYTES, KEPT_SECONDS)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

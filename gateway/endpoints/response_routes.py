@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.access.authentication import Key
 from gateway.apis.lenient_json import dumps, loads
-from gateway.apis.responses.responses_api import PATH
+from gateway.apis.responses.responses_api import NOT_SHARED, PATH
 from gateway.apis.responses.responses_items import page
-from gateway.apis.responses.responses_store import Store
+from gateway.apis.responses.responses_store import Store, StoredResponse
 from gateway.apis.responses_body import INCLUDES
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
 from inference.protocol import Code
+
+if TYPE_CHECKING:
+    from gateway.shared_state.shared_responses import SharedResponses
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 """Input items in one list; OpenAI's limits."""
@@ -37,9 +40,16 @@ _PARAMETERS = [
 ]
 
 
-def router(runtime: Runtime, store: Store) -> APIRouter:
-    """The routes, and an error for `compact`; all need a use key."""
+def router(runtime: Runtime, store: Store, shared: SharedResponses | None = None) -> APIRouter:
+    """The routes, and an error for `compact`; all need a use key. `shared` has the responses of other gateways."""
     routes = APIRouter()
+
+    async def find(owner: str, response_id: str) -> StoredResponse:
+        if shared is not None:
+            await shared.fetch(owner, response_id)
+        if (kept := store.get(owner, response_id, time.monotonic())) is None:
+            raise _not_there(response_id, shared)
+        return kept
 
     def admit(request: Request) -> Key:
         key, _ = runtime.keys.admit(exchange_of(request.scope).headers, "use")
@@ -51,9 +61,7 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             message = "a stored response cannot be streamed; omit `stream`"
             raise RequestError(Code.UNSUPPORTED_PARAMETER, message, param="stream")
-        kept = store.get(owner, response_id, time.monotonic())
-        if kept is None:
-            raise _not_there(response_id)
+        kept = await find(owner, response_id)
         return Response(kept.response, media_type="application/json")
 
     @routes.get(f"{PATH}/{{response_id}}/input_items", openapi_extra={"parameters": _PARAMETERS})
@@ -71,9 +79,7 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
             if wanted not in INCLUDES:
                 message = f"`include` must contain only {', '.join(INCLUDES)}; it contains {wanted[:60]!r}"
                 raise RequestError(Code.INVALID_REQUEST, message, param="include")
-        kept = store.get(owner, response_id, time.monotonic())
-        if kept is None:
-            raise _not_there(response_id)
+        kept = await find(owner, response_id)
         items = loads(kept.items)
         own, after = items[: len(items) - kept.outputs], query.get("after")
         try:
@@ -96,12 +102,20 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
     @routes.delete(f"{PATH}/{{response_id}}")
     async def forget_response(request: Request, response_id: str) -> Response:
         owner = admit(request).digest.hex()
-        if not store.delete(owner, response_id, time.monotonic()):
-            raise _not_there(response_id)
+        now = time.monotonic()
+        if shared is None:
+            is_deleted = store.delete(owner, response_id, now)
+        else:
+            is_deleted = await shared.forget(owner, response_id, now)
+        if not is_deleted:
+            raise _not_there(response_id, shared)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes
 
 
-def _not_there(response_id: str) -> RequestError:
-    return RequestError(Code.NOT_FOUND, f"Response with id '{response_id[:80]}' not found.", param="response_id")
+def _not_there(response_id: str, shared: SharedResponses | None) -> RequestError:
+    message = f"Response with id '{response_id[:80]}' not found."
+    if shared is not None and not shared.is_up:
+        message = f"{message} {NOT_SHARED}"
+    return RequestError(Code.NOT_FOUND, message, param="response_id")

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -102,14 +102,21 @@ class Job:
 class RequestApp(ABC):
     """The ASGI application behind one path. `parse` decodes a body, with the digest of the key; raises RequestError.
 
-    `admit` replaces the check of the API key in the headers.
+    `admit` replaces the check of the API key in the headers. `prepare` gets what a body refers to before `parse`.
     """
 
     takes_tokens = True
     """Whether the request counts towards the key's limit of tokens."""
 
-    def __init__(self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest], admit: Admit | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        parse: Callable[[bytes, str], ApiRequest],
+        admit: Admit | None = None,
+        prepare: Callable[[bytes, str], Awaitable[None]] | None = None,
+    ) -> None:
         self.runtime = runtime
+        self._prepare = prepare
         self._parse = parse
         self._admit = admit or (lambda exchange: runtime.keys.admit(exchange.headers, "use"))
 
@@ -159,6 +166,8 @@ class RequestApp(ABC):
             if (raw := take_buffered_body(exchange, max_body)) is None:
                 raw = await read_body(receive, headers, max_body)
             record.priority, record.retries = context.priority, context.retries
+            if self._prepare is not None:
+                await self._prepare(raw, key.digest.hex())
             try:
                 parsed = self._parse(raw, key.digest.hex())
             except RequestError as error:

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -44,9 +44,13 @@ class CountTokens(RequestApp):
     takes_tokens = False
 
     def __init__(
-        self, runtime: Runtime, parse: Callable[[bytes, str], ApiRequest], extra: Mapping[str, Any] | None = None
+        self,
+        runtime: Runtime,
+        parse: Callable[[bytes, str], ApiRequest],
+        extra: Mapping[str, Any] | None = None,
+        prepare: Callable[[bytes, str], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(runtime, parse)
+        super().__init__(runtime, parse, prepare=prepare)
         self._extra = extra or {}
 
     async def run(self, job: Job) -> bytes | None:

@@ -20,6 +20,9 @@ USAGE = PREFIX + "usage:"
 ACTIVE = PREFIX + "active"
 """Sorted set: the last request of each key with limits."""
 
+RESPONSES = PREFIX + "responses"
+"""Stored responses: RESPONSES:value:OWNER:ID and others, see PUT_RESPONSE."""
+
 DEAD_SECONDS = 6.0
 """A gateway without a heartbeat for this long has ended."""
 FORGET_SECONDS = 600.0
@@ -308,3 +311,69 @@ SCRIPTS = {
     "active_usage": _NOW + _ACTIVE_USAGE,
 }
 """By name."""
+
+
+_FORGET_RESPONSE = """
+-- Sorted set KEY:expiry: the expiry of OWNER:ID; :of:OWNER the same of one owner; hash :sizes: bytes of OWNER:ID;
+-- hash :owners: bytes of each owner.
+local function forget(base, owner, id)
+  local member = owner .. ':' .. id
+  local size = tonumber(redis.call('HGET', base .. ':sizes', member) or 0)
+  redis.call('HDEL', base .. ':sizes', member)
+  redis.call('ZREM', base .. ':expiry', member)
+  redis.call('ZREM', base .. ':of:' .. owner, id)
+  if size > 0 and redis.call('HINCRBY', base .. ':owners', owner, -size) <= 0 then
+    redis.call('HDEL', base .. ':owners', owner)
+  end
+  return redis.call('DEL', base .. ':value:' .. member)
+end
+"""
+
+PUT_RESPONSE = (
+    _NOW
+    + _FORGET_RESPONSE
+    + """
+-- KEYS: value, responses, keys of items...; ARGV: value, owner, id, milliseconds, most bytes in all.
+-- Above the limit the owner with the most bytes loses its oldest response.
+local base, owner, id, milliseconds, most = KEYS[2], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', base .. ':expiry', '-inf', exact(now), 'LIMIT', 0, 100)) do
+  forget(base, string.match(member, '^([^:]*):(.*)$'))
+end
+forget(base, owner, id)
+local size, expiry = #ARGV[1] + 256 * (#KEYS - 2), exact(now + milliseconds / 1000)
+redis.call('SET', KEYS[1], ARGV[1], 'PX', milliseconds)
+for i = 3, #KEYS do redis.call('SET', KEYS[i], id, 'PX', milliseconds) end
+redis.call('ZADD', base .. ':expiry', expiry, owner .. ':' .. id)
+redis.call('ZADD', base .. ':of:' .. owner, expiry, id)
+redis.call('HSET', base .. ':sizes', owner .. ':' .. id, size)
+redis.call('HINCRBY', base .. ':owners', owner, size)
+while true do
+  local total, largest, largest_bytes = 0, nil, 0
+  local owners = redis.call('HGETALL', base .. ':owners')
+  for i = 1, #owners, 2 do
+    local bytes = tonumber(owners[i + 1])
+    total = total + bytes
+    if bytes > largest_bytes then largest, largest_bytes = owners[i], bytes end
+  end
+  if total <= most then break end
+  local oldest = redis.call('ZRANGE', base .. ':of:' .. largest, 0, 0)[1]
+  if not oldest then
+    redis.call('HDEL', base .. ':owners', largest)
+  else
+    forget(base, largest, oldest)
+  end
+end
+"""
+)
+
+DELETE_RESPONSE = (
+    _NOW
+    + _FORGET_RESPONSE
+    + """
+-- KEYS: value, mark of the deletion, responses, channel; ARGV: owner, id, milliseconds, message.
+-- Returns how many were deleted.
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[3])
+redis.call('PUBLISH', KEYS[4], ARGV[4])
+return forget(KEYS[3], ARGV[1], ARGV[2])
+"""
+)

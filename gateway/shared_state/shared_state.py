@@ -1,4 +1,4 @@
-"""The state that this gateway shares with others: whether the store answers, its clock, and who else is alive.
+"""The state that this gateway shares with others: whether the store answers, its clock, and the live gateways.
 
 While the store is lost every caller goes on with its local state.
 """
@@ -110,6 +110,10 @@ class SharedState:
     def post(self, operation: str, script: str, keys: list[str], values: Values = ()) -> asyncio.Future[Any] | None:
         """Sends a script after those that were sent before; nothing waits for it. None while the store is lost."""
         return self._store.post(operation, script, keys, values) if self.is_up else None
+
+    def note_error(self, operation: str) -> None:
+        """Counts an operation that failed on another connection."""
+        self._on_error(operation)
 
     # --- the connection ----------------------------------------------------------------------------------------------
     async def _run(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from headgate.shared.errors import HeadgateError
@@ -100,3 +102,39 @@ def test_missing_client_is_an_error_that_names_the_extra(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(HeadgateError, match=r"pip install 'headgate\[redis\]'"):
         Gateway(tmp_path, "http://127.0.0.1:1", f"{CONFIG}\nstate: redis://127.0.0.1/0\n")
+
+
+async def test_conversation_continues_at_the_other_gateway(
+    fleet: Fleet, fake: FakeInference, server: RedisServer
+) -> None:
+    async def respond(gateway: Gateway, **more: str) -> httpx2.Response:
+        return await gateway.client.post("/v1/responses", json={"model": "demo", "input": "Hello!", **more})
+
+    async with fleet.two() as (one, two):
+        first = (await respond(one)).json()
+        async with asyncio.timeout(2):
+            while (second := await respond(two, previous_response_id=first["id"])).status_code != 200:
+                await asyncio.sleep(0.01)
+        assert "Hello there!" in str(fake.seen[-1].body), "the earlier answer is part of the conversation"
+        assert (await two.client.get(f"/v1/responses/{first['id']}")).json() == first
+        server.kill()
+        try:
+            own = await respond(two, previous_response_id=second.json()["id"])
+            assert own.status_code == 200
+            await until("it is noticed", lambda: not one.runtime.shared_state.is_up)
+            unknown = await respond(one, previous_response_id=own.json()["id"])
+            assert unknown.status_code == 400
+            assert unknown.json()["error"]["code"] == "previous_response_not_found"
+            assert "The store that gateways share does not answer" in unknown.json()["error"]["message"]
+        finally:
+            server.start()
+
+
+async def test_limits_and_budgets_hold_over_both_gateways(fleet: Fleet) -> None:
+    digest = hashlib.sha256(b"key-of-a-team").hexdigest()
+    key = f"{{name: team, hash: 'sha256:{digest}', limits: {{requests_per_minute: 3}}}}"
+    team = {"authorization": "Bearer key-of-a-team"}
+    async with fleet.two(f"{CONFIG}\nkeys:\n  - {key}\n") as (one, two):
+        statuses = [(await gateway.chat(headers=team)).status_code for gateway in (one, two, one, two)]
+        assert statuses == [200, 200, 200, 429]
+        assert (await two.chat()).status_code == 200

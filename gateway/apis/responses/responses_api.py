@@ -1,6 +1,7 @@
 """OpenAI's Responses API, with stored responses.
 
-Stored responses are in memory only, available to the key that created them, and not part of logs or records.
+Stored responses are in memory only, or in the store that gateways share. They are available to the key that created
+them, and not part of logs or records.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.openai.frames import EVENT_STREAM, Frame
@@ -19,7 +20,7 @@ from gateway.apis.responses.responses_events import Answer, Head, Stream, answer
 from gateway.apis.responses.responses_items import listed
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
 from gateway.apis.responses.responses_store import Store
-from gateway.apis.responses_body import InputItem, stored_items
+from gateway.apis.responses_body import REFERENCE, InputItem, stored_items
 from gateway.errors import GatewayError, RequestError
 from inference.protocol import Code
 
@@ -27,6 +28,9 @@ PATH = "/v1/responses"
 
 KEPT_BYTES = 64 * 2**20
 """Size limit of all stored answers and their conversations, as JSON."""
+
+MOST_REFERENCES = 1000
+"""Items of one body that are looked up at other gateways."""
 
 KEPT_SECONDS = 3600.0
 """How long an answer is stored."""
@@ -42,7 +46,28 @@ _NAMES = {
 }
 """The client's name of a parameter, by the internal name."""
 
+_PREVIOUS, _REFERENCE = b'"previous_response_id"', f'"{REFERENCE}"'.encode()
+
+NOT_SHARED = "The store that gateways share does not answer, so responses of other gateways cannot be read now."
+
 _FIRST_WORD = re.compile(r"^\w+")
+
+
+class SharedStore(Protocol):
+    """The responses of other gateways, which it copies into the store of this one."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether they can be read now."""
+        ...
+
+    async def fetch(self, owner: str, id: str) -> None:
+        """Copies the response `id`, if there is one."""
+        ...
+
+    async def fetch_items(self, owner: str, items: Iterable[str]) -> None:
+        """Copies the responses whose conversations contain these items."""
+        ...
 
 
 class ResponsesApi:
@@ -50,19 +75,43 @@ class ResponsesApi:
 
     path = PATH
 
-    def __init__(self, store: Store, omit_hosted_tools: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        omit_hosted_tools: Callable[[], bool],
+        most_bytes: Callable[[], int],
+        shared: SharedStore | None = None,
+    ) -> None:
         """`omit_hosted_tools` returns whether tools that run at another provider are left out instead of rejected.
-        `most_bytes` returns the size limit of a body and the stored conversation that it continues.
+        `most_bytes` returns the size limit of a body and the stored conversation that it continues. `shared` fills
+        `store` with what requests refer to.
         """
         self._store = store
+        self._shared = shared
         self._omit_hosted_tools = omit_hosted_tools
         self._most_bytes = most_bytes
 
     def parse(self, raw: bytes, owner: str) -> _Request:
         """See `gateway.apis.public_api.PublicApi`."""
         memory = _Memory(self._store, owner, len(raw), self._most_bytes())
-        request = parse(raw, memory.earlier, memory.item, omit_hosted_tools=self._omit_hosted_tools())
+        try:
+            request = parse(raw, memory.earlier, memory.item, omit_hosted_tools=self._omit_hosted_tools())
+        except RequestError as error:
+            missing = error.code in (Code.PREVIOUS_RESPONSE_NOT_FOUND, Code.NOT_FOUND)
+            if missing and self._shared is not None and not self._shared.is_up:
+                raise RequestError(error.code, f"{error.message} {NOT_SHARED}", param=error.param) from None
+            raise
         return _Request(request, self._store, owner)
+
+    async def prepare(self, raw: bytes, owner: str) -> None:
+        """Gets the responses of other gateways that the body `raw` refers to, before `parse`."""
+        if self._shared is None or not (_PREVIOUS in raw or _REFERENCE in raw):
+            return
+        previous, items = references(raw)
+        if previous is not None:
+            await self._shared.fetch(owner, previous)
+        if items:
+            await self._shared.fetch_items(owner, items)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """OpenAI's envelope, with the client's name of the parameter."""
@@ -71,6 +120,22 @@ class ResponsesApi:
         if isinstance(param, str) and (match := _FIRST_WORD.match(param)) and match[0] in _NAMES:
             body["error"]["param"] = _NAMES[match[0]]
         return body
+
+
+def references(raw: bytes) -> tuple[str | None, list[str]]:
+    """The id of the previous response and the ids of referenced items in a body; `parse` reports what is wrong."""
+    try:
+        body = loads(raw)
+    except ValueError:
+        return None, []
+    if not isinstance(body, dict):
+        return None, []
+    previous, given = body.get("previous_response_id"), body.get("input")
+    items = [
+        item["id"] for item in (given if isinstance(given, list) else ())
+        if isinstance(item, dict) and item.get("type") == REFERENCE and isinstance(item.get("id"), str)
+    ]  # fmt: skip
+    return (previous if isinstance(previous, str) else None), items[:MOST_REFERENCES]
 
 
 class _Memory:

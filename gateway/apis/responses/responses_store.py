@@ -57,9 +57,10 @@ class Store:
         *,
         ids: tuple[str, ...] = (),
         outputs: int = 0,
+        until: float | None = None,
     ) -> None:
-        """Stores one answer; one that is larger than `limit_bytes` is not stored."""
-        kept = StoredResponse(response, items, now + self._seconds, ids, outputs)
+        """Stores one answer until its time is up; one that is larger than `limit_bytes` is not stored."""
+        kept = StoredResponse(response, items, now + self._seconds if until is None else until, ids, outputs)
         if kept.size_bytes > self._limit:
             return
         self._owners.setdefault(owner, OrderedDict())[id] = kept
