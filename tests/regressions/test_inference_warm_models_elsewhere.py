@@ -102,3 +102,38 @@ def test_wanted_warm_models_that_exclude_each_other_do_not_wait_for_each_other()
     assert [(request.model, str(error)) for request, error in world.failures] == [
         ("guest", "the model 'guest' does not fit: cpu is dedicated to owner")
     ]
+
+
+def test_released_memory_of_a_wanted_warm_model_is_no_warm_copy() -> None:
+    """A decision failed while the accelerator of a model was released and its warm copy was already wanted again."""
+    sizes = {"a": 200, "b": 400}
+    models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
+    world = CheckedWorld(configuration(models, memory_limit_gb=0.6), sizes, ("gpu-0",), "sim")
+    world.want("b")
+    world.settle(1)
+    world.want("a")
+    for _ in range(40):
+        world.want("b")
+        world.deliver()
+        world.tick(0.1)
+        world.want("a")
+    world.settle(60)
+    assert not world.pending
+
+
+def test_drained_model_stays_after_the_last_optional_load_was_refused() -> None:
+    """It went on draining for a request that had been withdrawn."""
+    sizes = {"a": 200, "b": 400}
+    models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
+    config = configuration(models, memory_limit_gb=0.6, enable_lazy_model_loading=False)
+    world = CheckedWorld(config, sizes, ())
+    world.want("a", counts=False)
+    ticket = world.want("b", counts=False)
+    world.want("a")
+    for _ in range(8):
+        world.deliver_all(3)
+        world.tick(0.5)
+    world.withdraw(ticket)
+    world.settle(5)
+    assert not world.pending
+    assert world.state.models["a"].state is ModelState.READY

@@ -10,7 +10,7 @@ from inference.authority.handlers.measuring.helper_contexts import HELPERS
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
 from inference.authority.handlers.running import keeping, load_devices, oom_recovery
-from inference.authority.placement.plan import EvictionState, Placement, Refusal, Request, Result, Scene, plan
+from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Request, Result, Scene, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, age_rank, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
@@ -130,21 +130,21 @@ def rank(model: ModelRecord) -> tuple[float, float, str]:
     return model.eviction_began_at, age_rank(model.queue.waiters), model.id
 
 
-def _yields(state: State, id: str, to: ModelRecord) -> bool:
-    """Whether the wanted model `id` is warm and later than the wanted model `to`.
+def _yields(state: State, item: Held, to: ModelRecord) -> bool:
+    """Whether `item` is the warm copy of a model that is wanted later than the wanted model `to`.
 
-    Its warm copy may be dropped: two warm models that exclude each other would otherwise both wait forever.
+    It may be dropped: two warm models that exclude each other would otherwise both wait forever.
     """
-    model = state.models.get(id)
-    if model is None or model.state is not ModelState.WARM or not model.queue.waiters:
+    if item.eviction_state is not EvictionState.BUSY or not to.queue.waiters:
         return False
-    return bool(to.queue.waiters) and rank(to) < rank(model)
+    model = state.models[item.model]
+    return model.state is ModelState.WARM and rank(to) < rank(model)
 
 
 def _decide(state: State, model: ModelRecord, request: Request, now: float) -> Decision:
     ledger = state.ledger
     held = [
-        replace(item, eviction_state=EvictionState.WARM) if _yields(state, item.model, model) else item
+        replace(item, eviction_state=EvictionState.WARM) if _yields(state, item, model) else item
         for item in held_models(state, now)
     ]
     if model.state is ModelState.WARM:

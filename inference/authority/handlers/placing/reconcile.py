@@ -98,7 +98,7 @@ def _advance(draft: Draft, id: str) -> bool:
         return True
     found = _decide(draft, id)
     if found is None:
-        return False
+        return not draft.model(id).queue.waiters  # its requests may have failed
     if isinstance(found.outcome, Refusal):
         is_decided = _refuse(draft, id, found)
     else:
