@@ -116,6 +116,7 @@ class Service:
                 command=command,
                 build_is_trusted=lambda: self.build_check.is_trusted,
                 on_timings=self._export_timings,
+                on_labels=lambda process, labels: self.authority.note_labels(process, labels),
             ),
             crashes=self.crashes,
             bus=Bus(),

@@ -30,6 +30,7 @@ the same replica of a model if possible."""
 H_PREFIX = "x-headgate-prefix"
 """Hashes of the prompt's last blocks, comma-separated: labels of the sequence that the worker stores. The gateway sends
 them where it has several inference services."""
+MOST_PREFIX_HASHES = 32
 H_DEADLINE = "x-headgate-deadline-ms"
 """How long the client of the inference service waits for the first token, in milliseconds."""
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"
@@ -169,6 +170,16 @@ def error_body(
     if details is not None:
         error["headgate"] = dict(details)
     return {"error": error}
+
+
+def prefix_hashes(value: str) -> tuple[str, ...]:
+    """The hashes in a value of H_PREFIX. Raises ValueError."""
+    if _PREFIX.fullmatch(value) is None:
+        raise ValueError(f"must be 1 to {MOST_PREFIX_HASHES} hashes of 16 hexadecimal digits, divided by commas")
+    return tuple(value.split(","))
+
+
+_PREFIX = re.compile(rf"[0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MOST_PREFIX_HASHES - 1}}}")
 
 
 # --- states ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ One JSON object per line, in this order (`*`: any number of times):
     worker -> service   ready        allocated buffers and capabilities; or `failed`, then exit
     worker -> service   beat *       heartbeat every BEAT_SECONDS
     worker -> service   timings *    the times of a traced request that has ended
+    worker -> service   kv_labels *  which labels of prompts its sequences have
     service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
     worker -> service   offloaded    done
     service -> worker   limit *      the number of concurrent sequences
@@ -294,6 +295,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLabels:
+    """Labels that the sequences of the model have since the last message, and those that none has any more."""
+
+    tag: ClassVar[str] = "kv_labels"
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """Compute at most `sequences` (1 or more) concurrently. Running ones continue."""
 
@@ -348,6 +358,7 @@ Message = (
     | Failed
     | Heartbeat
     | Timings
+    | KvLabels
     | Offload
     | Offloaded
     | Limit

@@ -60,6 +60,12 @@ def router(authority: Authority) -> APIRouter:
         ]
         return {"sequences": rows, **found.rest()}
 
+    @routes.get("/memory/kv/labels")
+    async def labels(model: Annotated[str | None, Query(min_length=1)] = None) -> dict[str, Any]:
+        found = authority.labels.all()
+        shown = found if model is None else {(name := authority.resolve(model)): found.get(name, [])}
+        return {"models": [{"model_name": name, "labels": labels} for name, labels in shown.items()]}
+
     @routes.post("/memory/kv/clear")
     async def clear(wanted: ClearRequest | None = None) -> dict[str, Any]:
         wanted = wanted or ClearRequest()

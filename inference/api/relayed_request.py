@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from inference.protocol import (
     H_CONVERSATION,
     H_DEADLINE,
     H_KV,
+    H_PREFIX,
     H_PRIORITY,
     H_PROBE,
     H_REQUEST_ID,
@@ -26,11 +28,12 @@ from inference.protocol import (
     H_TENANT,
     Code,
     Priority,
+    prefix_hashes,
 )
 
 _BIG_BODY_BYTES = 2**20
 """Larger bodies are parsed in a thread, so that they do not delay other streams."""
-_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
+_PASSED_ON = (H_TENANT, H_KV, H_PREFIX, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
 _ABSENT = Raw(b"null")
 _MOST_DIGITS = 20
 _MOST_KEY_LETTERS = 64
@@ -128,7 +131,8 @@ async def read_request(path: str, headers: Headers, body: bytes, trace: RelayTra
         raise InvalidRequestError("`model` must be a string, the id of a model; see /v1/models", param="model")
     if stream is not None and not isinstance(stream, bool):
         raise InvalidRequestError("`stream` must be true or false", param="stream")
-    _check_kv_hint(headers)
+    _check(headers, H_KV, parse_kv_hint)
+    _check(headers, H_PREFIX, prefix_hashes)
     return RelayedRequest(
         path,
         headers,
@@ -177,13 +181,13 @@ def _priority(headers: Headers) -> Priority:
         ) from None
 
 
-def _check_kv_hint(headers: Headers) -> None:
-    if (value := headers.get(H_KV)) is None:
+def _check(headers: Headers, name: str, parse: Callable[[str], object]) -> None:
+    if (value := headers.get(name)) is None:
         return
     try:
-        parse_kv_hint(value)
+        parse(value)
     except ValueError as error:
-        raise InvalidRequestError(f"{H_KV} {error}", param=H_KV) from None
+        raise InvalidRequestError(f"{name} {error}", param=name) from None
 
 
 def _deadline(headers: Headers) -> float | None:

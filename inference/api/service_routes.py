@@ -76,9 +76,10 @@ def router(app: FastAPI, authority: Authority, metrics: Metrics, is_draining: Ca
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/events", response_class=StreamingResponse)
-    async def events(figures: bool = False) -> StreamingResponse:
+    async def events(figures: bool = False, kv: bool = False) -> StreamingResponse:
         headers: dict[str, Any] = {"cache-control": "no-cache"}
-        return StreamingResponse(authority.bus.listen(figures=figures), media_type="text/event-stream", headers=headers)
+        stream = authority.bus.listen(figures=figures, kv=kv)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     @routes.get(openapi.PATH, include_in_schema=False)
     async def describe() -> JSONResponse:

@@ -38,6 +38,7 @@ from inference.authority.step import step
 from inference.authority.views import live_figures, model_status
 from inference.authority.views.event_bus import Bus, Notifier
 from inference.authority.views.inference_metrics import Metrics
+from inference.authority.views.prefix_labels import PrefixLabels
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelNotFound
@@ -47,7 +48,7 @@ from inference.file_stamp import Fingerprint
 from inference.protocol import ModelState, ModelStatus, Priority
 from inference.settings import InferenceConfig, check_devices
 from inference.worker.cpu_cores import usable_cores
-from inference.worker_link import Ready
+from inference.worker_link import KvLabels, Ready
 from inference.workers.crash_records import CrashStore
 from inference.workers.exit_cause import WorkerExit
 from inference.workers.worker_process import WorkerProcess
@@ -125,7 +126,9 @@ class Authority:
             ).performers,
             **self._processes.performers,
         }
+        self.labels = PrefixLabels(bus.publish_labels)
         bus.snapshot = self.snapshot
+        bus.labels = self.labels.all
         bus.figures = self.live_figures
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -238,6 +241,13 @@ class Authority:
         """The worker process of a model."""
         worker = self._processes.workers.get(self.model(model).worker or "")
         return None if worker is None else worker.process
+
+    def note_labels(self, process: WorkerProcess, labels: KvLabels | None) -> None:
+        """A worker has other labels of prompts, or none any more."""
+        if labels is None:
+            self.labels.forget(process)
+        elif (model := self._state.models.get(process.name)) is not None:
+            self.labels.change(process, model.spec.replica_of or model.id, labels.added, labels.removed)
 
     # --- life --------------------------------------------------------------------------------------------------------
     async def start(self, found: Callable[[int], None] = lambda accelerators: None) -> list[Problem]:

@@ -44,6 +44,7 @@ from inference.worker_link import (
     Hello,
     Hold,
     KvBudget,
+    KvLabels,
     Limit,
     LoadProgress,
     Offload,
@@ -122,6 +123,7 @@ class Worker:
         self._kv_budget: int | None = None
         self._pulse: Callable[[], Heartbeat] = _still
         self._timings: deque[Timings] = deque()
+        self._labels: deque[KvLabels] = deque()
         self._draining = False
         self._fraction: float | None = None
 
@@ -282,6 +284,7 @@ class Worker:
         self._vision = self._vision or assembly.vision_of(model.loaded)
         engine, embedder = assembly.engines_of(model.loaded, model.grant, model.store, self._vision, self._fatal)
         self._engine = engine
+        self._labels = deque() if engine is None else engine.label_changes
         running = engine or embedder
         assert running is not None
         readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._vision)
@@ -311,13 +314,14 @@ class Worker:
             drained.add_done_callback(lambda _task: self._obey("stop"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending, DRAIN_SECONDS)
+        self._labels = deque()  # they end with the context, and with the process
         ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else STOP_STEP_SECONDS)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(app.drained(), STOP_SECONDS)
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, STOP_SECONDS)
-        self._send_timings()
+        self._send_pending(self._timings)
         if engine is not None and ended:
             engine.store_all(STORE_SECONDS)
         if order != "offload" or not ended:
@@ -340,13 +344,14 @@ class Worker:
         while until is None or not until.is_set():
             beat = self._pulse()
             self._channel.send(beat if self._vision is None else longer(beat, self._vision.counters.beat()))
-            self._send_timings()
+            self._send_pending(self._timings)
+            self._send_pending(self._labels)
             time.sleep(BEAT_SECONDS)
 
-    def _send_timings(self) -> None:
+    def _send_pending(self, messages: deque[Timings] | deque[KvLabels]) -> None:
         with contextlib.suppress(IndexError):  # another thread removed the last one
-            while self._timings:
-                self._channel.send(self._timings.popleft())
+            while messages:
+                self._channel.send(messages.popleft())
 
     def _fatal(self, message: str) -> None:
         """The engine failed: ends the process after the requests got their errors."""

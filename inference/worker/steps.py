@@ -92,7 +92,7 @@ class Job:
     its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
     `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
     `message_starts`: positions in the prompt at which a message begins, ascending; later prompts often depart there.
-    `kv`: what happens to the tokens after the job. `speculates`: tokens may be proposed.
+    `kv`: what happens to the tokens after the job. `speculates`: tokens may be proposed. `labels`: see `Labels`.
     """
 
     id: int
@@ -107,6 +107,7 @@ class Job:
     message_starts: Sequence[int] = ()
     kv: KvHint | None = None
     speculates: bool = True
+    labels: Sequence[str] = ()
 
     @property
     def key(self) -> tuple[float, int]:
@@ -127,7 +128,8 @@ class StoredSequence:
     `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: tokens, state and checkpoints.
     `hits`: how often it was loaded. `fetching`: it is being read from disk to host memory. `fetched`: it was read, and
     has not been loaded since. `fetch_seconds`: how long the read took. `wanted`: it will be loaded in the next step.
-    `hint`: what the request wants to happen to it.
+    `hint`: what the request wants to happen to it. `labels`: labels of the prompts that it begins with, each with the
+    number of their tokens.
     """
 
     tokens: array[int]
@@ -146,6 +148,7 @@ class StoredSequence:
     fetch_seconds: float = 0.0
     wanted: bool = False
     hint: KvHint | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)
     _id: str = field(default="", init=False, repr=False)
 
     @property

@@ -34,6 +34,7 @@ from inference.worker_link import (
     Hello,
     Hold,
     KvBudget,
+    KvLabels,
     Limit,
     LoadProgress,
     Message,
@@ -87,6 +88,7 @@ class WorkerProcess:
         kills: KernelOomKills | None = None,
         build_is_trusted: Callable[[], bool] = lambda: False,
         on_timings: Callable[[Timings], None] = lambda _timings: None,
+        on_labels: Callable[[WorkerProcess, KvLabels | None], None] = lambda _process, _labels: None,
     ) -> None:
         """Starts the process. Raises HeadgateError.
 
@@ -102,6 +104,7 @@ class WorkerProcess:
         self.beat: Heartbeat | None = None
         self._on_change = on_change
         self._on_timings = on_timings
+        self._on_labels = on_labels
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -248,7 +251,10 @@ class WorkerProcess:
                 self._watch.end_task()
                 if not self.held.done():
                     self.held.set_result(message)
+            case KvLabels():
+                self._on_labels(self, message)
             case Offloaded():
+                self._on_labels(self, None)
                 if not self.offloaded.done():
                     self.offloaded.set_result(message)
             case Ready():
@@ -335,6 +341,7 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(WorkerGone(exit))
                 future.exception()  # marks it as retrieved, because it is not always awaited
+        self._on_labels(self, None)
         self.exited.set_result(exit)
 
     def _drain_pipes(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headgate.shared.state_directory import StateDir
 from inference.worker import malloc_trim
-from inference.worker_link import BEAT_SECONDS, Timings
+from inference.worker_link import BEAT_SECONDS, KvLabels, Timings
 from inference.workers.arenas import Arenas
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import KernelOomKills, private_bytes, socket_directory
@@ -38,8 +38,12 @@ class Supervisor:
         command: Sequence[str] = WORKER_COMMAND,
         build_is_trusted: Callable[[], bool] = lambda: False,
         on_timings: Callable[[Timings], None] = lambda _timings: None,
+        on_labels: Callable[[WorkerProcess, KvLabels | None], None] = lambda _process, _labels: None,
     ) -> None:
-        """`build_is_trusted`: see WorkerProcess. `on_timings` gets the times of traced requests."""
+        """`build_is_trusted`: see WorkerProcess. `on_timings` gets the times of traced requests, `on_labels` which
+        labels of prompts a worker has: changes, or None when it has none any more.
+        """
+        self._on_labels = on_labels
         self._on_timings = on_timings
         self._build_is_trusted = build_is_trusted
         self._timeouts = timeouts
@@ -80,6 +84,7 @@ class Supervisor:
             self.kills,
             self._build_is_trusted,
             self._on_timings,
+            self._on_labels,
         )
         self.workers.add(worker)
         worker.exited.add_done_callback(lambda _: self._ended(worker))

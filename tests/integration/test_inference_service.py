@@ -403,6 +403,7 @@ def test_invalid_headers_are_refused(shared: Rig) -> None:
         ("x-headgate-priority", "urgent"),
         ("x-headgate-deadline-ms", "soon"),
         ("x-headgate-kv", "pin"),
+        ("x-headgate-prefix", "not-a-hash"),
     ):
         status, answer, _ = shared.ask("/v1/chat/completions", chat(), headers={name: value})
         assert (status, answer["error"]["param"]) == (400, name)

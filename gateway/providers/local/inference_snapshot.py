@@ -247,7 +247,7 @@ MAX_FRAME_BYTES = 4 * 2**20
 """Limit of one event. The snapshot of a thousand models is much smaller."""
 
 
-_UNNUMBERED = ("beat", "figures")
+_UNNUMBERED = ("beat", "figures", "kv")
 """Events that repeat the number of the last one."""
 
 

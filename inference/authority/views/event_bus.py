@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from headgate.shared.log import line_of
@@ -28,23 +28,33 @@ _END = object()
 
 class Bus:
     """The event bus. `snapshot` returns the whole state, for new listeners and for those that fell behind; `figures`
-    the current figures of devices and models.
+    the current figures of devices and models; `labels` the labels of prompts of each model.
     """
 
     def __init__(self) -> None:
         self.snapshot: Callable[[], dict[str, Any]] = dict
         self.figures: Callable[[], dict[str, Any]] = dict
+        self.labels: Callable[[], Mapping[str, list[str]]] = dict
         self._number = 0
-        self._listeners: set[asyncio.Queue[Any]] = set()
+        self._listeners: dict[asyncio.Queue[Any], bool] = {}
+        """Whether each of them gets the events `kv`."""
         self._closed = False
 
     def publish(self, kind: str, data: dict[str, Any]) -> None:
         """Sends an event to every listener; does not block."""
         self._number += 1
-        if not self._listeners:
-            return
-        frame = _frame(self._number, kind, data)
-        for queue in self._listeners:
+        if self._listeners:
+            self._send(_frame(self._number, kind, data), self._listeners)
+
+    def publish_labels(self, model: str, added: list[str], removed: list[str]) -> None:
+        """Sends an event `kv` to the listeners that request them. It has the number of the last event."""
+        if listeners := [queue for queue, kv in self._listeners.items() if kv]:
+            frame = _frame(self._number, "kv", {"model": model, "added": added, "removed": removed})
+            self._send(frame, listeners)
+
+    @staticmethod
+    def _send(frame: bytes, listeners: Iterable[asyncio.Queue[Any]]) -> None:
+        for queue in listeners:
             if queue.qsize() >= _MOST_WAITING:
                 while not queue.empty():
                     queue.get_nowait()
@@ -52,18 +62,18 @@ class Bus:
             else:
                 queue.put_nowait(frame)
 
-    async def listen(self, *, figures: bool = False) -> AsyncIterator[bytes]:
+    async def listen(self, *, figures: bool = False, kv: bool = False) -> AsyncIterator[bytes]:
         """SSE frames: the snapshot first, then every event, and a beat after BEAT_SECONDS without one.
 
         With `figures` also the changed figures, at most every FIGURES_SECONDS. They are computed only for listeners
-        that request them.
+        that request them. With `kv` also changes of the labels of prompts, and all of them in the snapshot.
         """
         clock = asyncio.get_running_loop().time
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._listeners.add(queue)
+        self._listeners[queue] = kv
         known: dict[str, Any] | None = None
         try:
-            yield _frame(self._number, "snapshot", self.snapshot())
+            yield self._snapshot(kv=kv)
             beat_at = clock() + BEAT_SECONDS
             figures_at = clock() if figures else math.inf
             while not self._closed:
@@ -82,9 +92,13 @@ class Bus:
                 if frame is _END:
                     return
                 beat_at = clock() + BEAT_SECONDS
-                yield _frame(self._number, "snapshot", self.snapshot()) if frame is None else frame
+                yield self._snapshot(kv=kv) if frame is None else frame
         finally:
-            self._listeners.discard(queue)
+            del self._listeners[queue]
+
+    def _snapshot(self, *, kv: bool) -> bytes:
+        labels = {"kv": self.labels()} if kv else {}
+        return _frame(self._number, "snapshot", {**self.snapshot(), **labels})
 
     def close(self) -> None:
         """Ends the streams of all listeners."""

@@ -232,6 +232,7 @@ class App:
             score_prompt=request.score_prompt,
             prefix=prepared.prefix,
             kv=exchange.kv_hint(),
+            labels=exchange.prefix_labels() if request.shares_cache and len(prepared.prompts) == 1 else (),
             speculates=request.sampling.seed is None,  # a seeded answer repeats to the byte; proposals depend on times
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )

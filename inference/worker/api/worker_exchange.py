@@ -23,7 +23,17 @@ from headgate.shared.asgi import (
     wait_for_disconnect,
 )
 from headgate.shared.kv_hint import KvHint, parse_kv_hint
-from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_REQUEST_ID, H_STREAM_INTERVAL, Code, Priority
+from inference.protocol import (
+    H_DEADLINE,
+    H_KV,
+    H_PREFIX,
+    H_PRIORITY,
+    H_REQUEST_ID,
+    H_STREAM_INTERVAL,
+    Code,
+    Priority,
+    prefix_hashes,
+)
 from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -67,6 +77,14 @@ class Exchange(Response):
             return parse_kv_hint(value) if value else None
         except ValueError as error:
             raise BadRequestError(f"{H_KV} {error}", H_KV) from None
+
+    def prefix_labels(self) -> tuple[str, ...]:
+        """Labels of the prompt; empty without them."""
+        value = self.header(H_PREFIX)
+        try:
+            return prefix_hashes(value) if value else ()
+        except ValueError as error:
+            raise BadRequestError(f"{H_PREFIX} {error}", H_PREFIX) from None
 
     def deadline(self, now: float) -> float | None:
         """Time by which the first token must be generated, on the clock of `now`; None without a deadline."""

@@ -52,6 +52,7 @@ from inference.worker.steps import (
     performed,
 )
 from inference.worker.worker_errors import WorkerError
+from inference.worker_link import KvLabels
 
 T = TypeVar("T")
 log = logging.getLogger("headgate.worker.engine")
@@ -105,6 +106,8 @@ class Engine:
         """`store`, `threshold`: see `SequenceTransfers`. `speculation`: None for one token per sequence and step;
         otherwise the end of a slot can be removed."""
         self.counters = EngineCounters(clock)
+        self.label_changes: deque[KvLabels] = deque()
+        """See `KvLabels`; the reader removes them."""
         self._backend = backend
         self._vocabulary = vocabulary
         self._make_sampler = make_sampler
@@ -540,6 +543,9 @@ class Engine:
         if is_due or not self.counters.active:
             self.counters.cells_used, self.counters.cells_retained = self._scheduler.cells
             self.counters.kv = self._transfers.counts()
+            added, removed = self._scheduler.labels.take_changes()
+            if added or removed:
+                self.label_changes.append(KvLabels(tuple(added), tuple(removed)))
         if is_due:
             self._progress_reported_at = now
             self._end_unread(now)

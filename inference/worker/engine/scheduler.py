@@ -23,6 +23,7 @@ from operator import attrgetter
 from inference.protocol import KvTier
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
+from inference.worker.kv.labels import Labels
 from inference.worker.kv.slot import Hits, Slot
 from inference.worker.kv.slots import Slots
 from inference.worker.prompt.image_tokens import undivided
@@ -166,6 +167,11 @@ class Scheduler:
         """Whether there is work for a step."""
         return bool(self._running or self._waiting or self._slots.pending)
 
+    @property
+    def labels(self) -> Labels:
+        """The labels of all sequences in slots and in the store."""
+        return self._slots.labels
+
     def progress(self) -> list[tuple[int, Phase, int, int]]:
         """Waiting and prefilling jobs: id, phase, place in the queue (1 = next) or computed tokens, all tokens."""
         places = [(run.job.id, run.phase, place, len(run.tokens)) for place, run in enumerate(self._waiting, 1)]
@@ -288,6 +294,8 @@ class Scheduler:
                 run.scored = row.start + len(row.tokens)
             if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
+                if run.job.labels:
+                    self._slots.label(self._slot_of(run), run.job.labels, len(run.job.prompt))
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:

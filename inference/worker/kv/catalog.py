@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
+from inference.worker.kv.labels import Labels
 from inference.worker.steps import StoredSequence
 
 MOST_CANDIDATES = 64
@@ -39,6 +40,8 @@ class Catalog:
     """
 
     def __init__(self) -> None:
+        self.labels = Labels()
+        """Of these sequences, and of those in slots."""
         self._of: dict[str, list[StoredSequence]] = {}
         self._count = 0
 
@@ -53,6 +56,7 @@ class Catalog:
         """Adds a sequence. One with the same tokens and tenant must be removed before."""
         insort(self._of.setdefault(sequence.tenant, []), sequence, key=_tokens)
         self._count += 1
+        self.labels.add(sequence.labels)
 
     def remove(self, sequence: StoredSequence) -> None:
         """Removes a sequence; one that is not in the catalog is ignored."""
@@ -61,6 +65,7 @@ class Catalog:
         if at < len(sequences) and sequences[at] is sequence:
             del sequences[at]
             self._count -= 1
+            self.labels.remove(sequence.labels)
 
     def same(self, tokens: array[int], tenant: str) -> StoredSequence | None:
         """The sequence with exactly these tokens, or None."""

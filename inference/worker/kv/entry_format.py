@@ -1,7 +1,7 @@
 """The format of a stored sequence, the same in host memory and in a file.
 
     header      HEADER_BYTES   mark with the version, progress, sizes, checksums, times
-    metadata    JSON           key, tenant, checkpoints, priority, compute time, whether it is to be kept
+    metadata    JSON           key, tenant, checkpoints, priority, compute time, whether it is to be kept, labels
     tokens      int32 each
     state       of llama.cpp   whole sequence
     checkpoints of llama.cpp   one partial state each
@@ -58,7 +58,7 @@ class InvalidEntryError(ValueError):
 
 class _Metadata(msgspec.Struct):
     """`checkpoints`: position, first position of the windows, bytes. `partial_at`: see `Head`. `keeps`: the request had
-    the hint `keep`; other versions may not write it.
+    the hint `keep`. Other versions may not write `keeps` and `labels`.
     """
 
     key: dict[str, Any]
@@ -69,6 +69,7 @@ class _Metadata(msgspec.Struct):
     hits: int
     partial_at: int
     keeps: bool = False
+    labels: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ def encode_head(
             sequence.hits,
             partial_at,
             sequence.keeps,
+            dict(sequence.labels),
         )
     )
     sizes = Sizes(len(metadata), len(sequence.tokens), state_bytes, tuple(checkpoint_bytes))
@@ -232,6 +234,7 @@ def decode_head(head: Buffer) -> Head:
         count_bytes=all_bytes,
         hits=found.hits,
         hint=KvHint("keep") if found.keeps else None,
+        labels=found.labels,
     )
     return Head(sizes, found.key, sequence, found.partial_at, states_sum)
 

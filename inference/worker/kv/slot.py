@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Slot:
     the position from which on they were complete when the slot was filled, and the cells that were freed since.
     `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when it was to be stored
     last; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last job.
-    `restored`: where the tokens were that its present job did not compute.
+    `restored`: where the tokens were that its present job did not compute. `labels`: as of a stored sequence.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Slot:
     released_at: float = 0.0
     tried: int = -1
     restored: KvTier | None = None
+    labels: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def unsaved(self) -> int:

@@ -11,11 +11,12 @@ goes back to an earlier position by a checkpoint.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from inference.worker.kv.catalog import Catalog, common_prefix
 from inference.worker.kv.checkpoints import least_useful
+from inference.worker.kv.labels import Labels, with_labels
 from inference.worker.kv.slot import Hits, Reuse, Slot
 from inference.worker.steps import (
     Checkpoint,
@@ -72,6 +73,8 @@ class Slots:
         self._arriving: set[int] = set()
         self._departing: set[int] = set()
         self.hits = Hits()
+        self.labels = Labels() if catalog is None else catalog.labels
+        """Of the sequences in slots and in the catalog."""
 
     @property
     def used(self) -> int:
@@ -232,6 +235,16 @@ class Slots:
         self._arriving.clear()
         self._departing.clear()
 
+    def label(self, slot: Slot, labels: Sequence[str], tokens: int) -> None:
+        """The first `tokens` tokens of a slot are a prompt with these labels."""
+        self._relabel(slot, with_labels(slot.labels, labels, tokens))
+
+    def _relabel(self, slot: Slot, labels: Mapping[str, int]) -> None:
+        if labels or slot.labels:
+            self.labels.add(labels)
+            self.labels.remove(slot.labels)
+            slot.labels = labels
+
     def release(self, slot: Slot, now: float) -> None:
         """Frees the slot at time `now` and retains its tokens."""
         self._clock += 1
@@ -384,6 +397,7 @@ class Slots:
     def _emptied(self, slot: Slot) -> None:
         slot.tokens = array("i")
         slot.checkpoints, slot.oldest, slot.freed, slot.stored = [], 0, 0, None
+        self._relabel(slot, {})
 
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
@@ -398,6 +412,7 @@ class Slots:
         slot.computed = count
         if slot.stored is not None and len(slot.stored.tokens) > count:
             slot.stored = None
+        self._relabel(slot, _within(slot, count))
 
     def _restore(self, slot: Slot, checkpoint: Checkpoint) -> None:
         self._cut(slot, checkpoint.position)
@@ -418,6 +433,7 @@ class Slots:
         self._arriving.add(target.number)
         self._departing.add(source.number)
         target.computed = count
+        self._relabel(target, _within(source, count))
         target.stored = source.stored if source.stored is not None and len(source.stored.tokens) <= count else None
         target.oldest, target.freed = source.oldest, source.freed + source.computed - count
         target.checkpoints = [item for item in source.checkpoints if item.position <= count]
@@ -436,6 +452,7 @@ class Slots:
             [(item.position, item.oldest) for item in kept],
             slot.priority,
             hint=slot.hint,
+            labels=slot.labels,
         )
         return Store(slot.number, slot.stored, kept)
 
@@ -446,6 +463,7 @@ class Slots:
         slot.tokens, slot.computed, slot.tenant = found.tokens, found.computed, found.tenant
         slot.checkpoints, slot.oldest, slot.freed = found.checkpoints, found.oldest, found.freed
         slot.stored = sequence
+        self._relabel(slot, sequence.labels)
         self._operations.append(Load(slot.number, sequence, list(slot.checkpoints)))
 
     def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> Reuse:
@@ -468,3 +486,8 @@ class Slots:
             return Reuse(None)
         saved = [item for item in slot.checkpoints if item.position <= shared and item.state is not None]
         return Reuse(slot, saved[-1].position, saved[-1]) if saved else Reuse(None)
+
+
+def _within(slot: Slot, count: int) -> Mapping[str, int]:
+    """The labels of the first `count` tokens of a slot."""
+    return {label: tokens for label, tokens in slot.labels.items() if tokens <= count} if slot.labels else slot.labels

@@ -523,6 +523,8 @@ class TieredStore:
             return False
         stored = self._stored[same]
         is_worse = len(same.checkpoints) < len(sequence.checkpoints) or same.keeps != sequence.keeps
+        is_worse = is_worse or not sequence.labels.keys() <= same.labels.keys()
+        sequence.labels = {**same.labels, **sequence.labels}
         if stored.region is None or is_worse:
             self._remove(stored)
             return False
