@@ -360,8 +360,8 @@ class Runtime:
 
     def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
         """See `NodeObserver`."""
-        if kind == "kv" and self._prefixes is not None:
-            self._prefixes.apply(node.name, data)
+        if self._prefixes is not None:
+            self._prefixes.apply(node.name, kind, data)
         if self.observer is not None:
             self.observer.on_event(node.name, kind, data)
 

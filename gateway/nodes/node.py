@@ -69,7 +69,7 @@ class Node:
             on_change=self._on_change,
             name=f"the inference service {name}" if name else "the inference service",
         )
-        self.events = Events(lambda: provider, self)
+        self.events = Events(lambda: provider, self, kv=bool(name))
 
     def start(self, spawn: Spawn) -> None:
         """Starts polling, events and probes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from gateway.apis.openai.generation_request import AnyRequest
@@ -32,7 +33,10 @@ class Prefixes:
         self.index.note(node, blocks.hashes)
         return ",".join(blocks.hashes[-MOST_SENT:])
 
-    def apply(self, node: str, data: Mapping[str, Any]) -> None:
-        """Applies a `kv` event of a node; raises KeyError or TypeError for a malformed one."""
-        self.index.removed(node, data["removed"])
-        self.index.stored(node, data["added"])
+    def apply(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Applies an event of a node; raises KeyError, TypeError or AttributeError for a malformed one."""
+        if kind == "kv":
+            self.index.removed(node, data["removed"])
+            self.index.stored(node, data["added"])
+        elif kind == "snapshot" and "kv" in data:  # older versions do not report it
+            self.index.replace(node, chain.from_iterable(data["kv"].values()))

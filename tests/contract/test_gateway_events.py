@@ -22,7 +22,9 @@ class OnTheBus:
         self.bus = bus
 
     @asynccontextmanager
-    async def events(self, silence_seconds: float, *, figures: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def events(
+        self, silence_seconds: float, *, figures: bool = False, kv: bool = False
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The bus, beginning with its snapshot."""
         yield self.bus.listen()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.processes import wait_until
 from tests.rigs.stack import Stack, chat_body
 
@@ -78,6 +79,28 @@ def test_pinned_sequence_is_continued_by_a_new_worker_until_it_is_cleared(cleare
     assert cleared.ask("/memory/kv/clear", {"tenant": row["tenant"]}, direct=True)["cleared"] > 0
     assert rows(cleared) == []
     assert cached(cleared, TEXT) == 0
+
+
+def labels(stack: Stack) -> list[str]:
+    """The labels of prompts of the model `demo`."""
+    (model,) = stack.ask("/memory/kv/labels?model=demo", direct=True)["models"]
+    return list(model["labels"])
+
+
+def test_labels_of_a_prompt_outlive_the_worker_and_end_with_the_sequence(cleared: Stack) -> None:
+    assert labels(cleared) == []
+    wanted = ["00000000000000aa", "00000000000000bb"]
+    secret = cleared.state.read_secret(INFERENCE_TOKEN)
+    headers = {"Authorization": f"Bearer {secret}", "x-headgate-prefix": ",".join(wanted)}
+    body = json.dumps({**chat_body(TEXT, max_tokens=2), "model": "demo"}).encode()
+    request = urllib.request.Request(cleared.inference.url + "/v1/chat/completions", body, headers)
+    urllib.request.urlopen(request, timeout=60).close()
+    wait_until("they are reported", lambda: labels(cleared) == wanted)
+    cleared.ask("/models/demo/restart", {}, direct=True, seconds=60)
+    wait_until("the new worker reports them", lambda: labels(cleared) == wanted)
+    assert rows(cleared)[0]["tiers"] == ["ram"]
+    cleared.ask("/memory/kv/clear", {}, direct=True)
+    wait_until("they are removed", lambda: labels(cleared) == [])
 
 
 def restored(stack: Stack, text: str, **more: Any) -> list[dict[str, Any]]:

@@ -41,7 +41,9 @@ class Service:
         self.answers = True
 
     @contextlib.asynccontextmanager
-    async def events(self, silence_seconds: float, *, figures: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def events(
+        self, silence_seconds: float, *, figures: bool = False, kv: bool = False
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The next stream."""
         self.opened.append(asyncio.get_running_loop().time())
         if not self.streams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.nodes.prefix_blocks import PrefixBlocks
 from gateway.nodes.prefix_index import MOST_NODES, PrefixIndex
+from gateway.nodes.prefixes import Prefixes
 
 LONG = PrefixBlocks(("h1", "h2", "h3", "h4"), (10, 20, 30, 40), 1)
 
@@ -31,6 +32,18 @@ def test_events_of_a_node_correct_the_estimate() -> None:
     index.forget("a")
     index.forget("a")
     assert index.best(LONG) == {"b": 30}
+
+
+def test_snapshot_of_a_node_replaces_what_was_expected_of_it() -> None:
+    prefixes = Prefixes("secret")
+    prefixes.note("a", LONG)
+    prefixes.apply("a", "snapshot", {"models": []})
+    assert prefixes.index.best(LONG) == {"a": 40}, "a service that does not report labels"
+    prefixes.apply("a", "snapshot", {"kv": {"m": ["h1"], "n": ["h2"]}})
+    assert prefixes.index.best(LONG) == {"a": 20}
+    prefixes.apply("a", "kv", {"model": "m", "added": ["h3"], "removed": ["h1"]})
+    prefixes.apply("a", "beat", {})
+    assert prefixes.index.best(LONG) == {"a": 30}
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:

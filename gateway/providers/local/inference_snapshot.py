@@ -255,11 +255,11 @@ class Source(Protocol):
     """Where events come from."""
 
     def events(
-        self, silence_seconds: float, *, figures: bool = False
+        self, silence_seconds: float, *, figures: bool = False, kv: bool = False
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         """The bytes of the event stream; raises UpstreamError if it cannot be opened or is silent for that long.
 
-        With `figures` the service also sends the event `figures`.
+        With `figures` or `kv` the service also sends these events.
         """
         ...
 
@@ -282,10 +282,11 @@ class Events:
     A stream that ends, fails, is malformed or becomes silent is opened again after a pause.
     """
 
-    def __init__(self, source: Callable[[], Source], sink: Sink, *, figures: bool = False) -> None:
+    def __init__(self, source: Callable[[], Source], sink: Sink, *, figures: bool = False, kv: bool = False) -> None:
         self._source = source
         self._sink = sink
         self._figures = figures
+        self._kv = kv
         self._retry = asyncio.Event()
         self._last_reason = ""
         self.is_open = False
@@ -315,7 +316,7 @@ class Events:
         """Reads one stream to its end; returns the reason of its end."""
         try:
             source = self._source()
-            async with source.events(SILENCE_SECONDS, figures=self._figures) as pieces:
+            async with source.events(SILENCE_SECONDS, figures=self._figures, kv=self._kv) as pieces:
                 stream = _Stream(self._sink)
                 async for piece in pieces:
                     if self._source() is not source:

@@ -120,12 +120,15 @@ class LocalProvider:
             raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: the response is not JSON") from error
 
     @contextlib.asynccontextmanager
-    async def events(self, silence_seconds: float, *, figures: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes of the service's event stream, with or without the event `figures`.
+    async def events(
+        self, silence_seconds: float, *, figures: bool = False, kv: bool = False
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of the service's event stream, with or without the events `figures` and `kv`.
 
         Raises UpstreamError, also after `silence_seconds` without bytes.
         """
-        url = f"{self._url}/events" + ("?figures=true" if figures else "")
+        query = "&".join(f"{name}=true" for name, wanted in (("figures", figures), ("kv", kv)) if wanted)
+        url = f"{self._url}/events" + (f"?{query}" if query else "")
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
         try:
             async with self._session.get(
