@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
+.PHONY: help serve test test-ray lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -43,6 +43,11 @@ test: machine ## lint, types, the whole test suite, and the coverage of the pure
 	@mkdir -p $(dir $(PURE)) && $(RUN) tests.rigs.pure_modules >$(PURE)
 	@$(RUN) pytest $(SPREAD) $(MEASURE) \
 	    $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS)
+
+test-ray: machine ## the tests on real Ray clusters, also the long one; installs ray
+	@$(VENV)/bin/python -c 'import ray' 2>/dev/null || \
+	    $(RUN) pip install --quiet --constraint requirements.lock --editable '.[ray]'
+	@HEADGATE_TEST_RAY=1 $(RUN) pytest tests/unit/test_cli_ray.py tests/integration/test_ray_cluster.py $(ARGS)
 
 lint: ready ## ruff (rules and formatting) and import-linter (which package may import which)
 	@$(RUN) ruff check .

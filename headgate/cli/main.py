@@ -37,6 +37,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("up", "up", "inference and gateway under one supervisor", "headgate up --port 8080"),
         Verb("gateway", "services", "the gateway alone, in the foreground", "headgate gateway --host 0.0.0.0"),
         Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
+        Verb("ray", "fleet.ray_verb", "inference services on the nodes of a Ray cluster", "headgate ray up"),
     ),
     "first steps": (
         Verb(

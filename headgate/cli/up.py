@@ -20,10 +20,10 @@ from headgate.cli import addresses
 from headgate.cli.command import Command, Session
 from headgate.cli.config import GATEWAY, MODELS
 from headgate.cli.first_steps import pull
-from headgate.cli.supervisor import Child, Supervisor, headgate_argv
 from headgate.shared import ports
 from headgate.shared.errors import ConfigError, Exit, HeadgateError
 from headgate.shared.log import FLUSH_SECONDS, LineWriter
+from headgate.supervisor import Child, Supervisor, headgate_argv
 
 DRAIN_MARGIN_SECONDS = 10.0
 """Added to the drain time of a service before it is killed."""

@@ -53,7 +53,7 @@ def test_help_imports_nothing_heavy(words: list[str], banned: list[str]) -> None
 def test_every_verb_has_help_and_the_common_options(verb: str, capsys: Any) -> None:
     assert main(["help", verb]) == 0
     output = capsys.readouterr().out
-    if verb in (actions := {"config": "check", "key": "show", "kv": "list"}):
+    if verb in (actions := {"config": "check", "key": "show", "kv": "list", "ray": "up"}):
         assert main([verb, actions[verb], "--help"]) == 0
         output = capsys.readouterr().out
     assert "--config-dir DIR" in output

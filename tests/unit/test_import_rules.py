@@ -51,6 +51,18 @@ def test_only_workers_and_helper_jobs_import_a_compute_library() -> None:
     assert found == []
 
 
+def test_ray_is_imported_only_when_a_function_needs_it() -> None:
+    """`headgate ray --help` and the checks of its arguments work without it."""
+    top_level = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "headgate" / "ray_cluster").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "ray" in {(getattr(node, "module", None) or alias.name).partition(".")[0] for alias in node.names}
+    ]
+    assert top_level == []
+
+
 def test_pure_modules_exist() -> None:
     """A renamed module stays in the list of pure modules."""
     missing = [

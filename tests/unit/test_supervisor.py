@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.cli.supervisor import Child, RestartDelays, Supervisor, describe
+from headgate.supervisor import Child, RestartDelays, Supervisor, describe
 from tests.rigs.processes import is_alive
 from tests.rigs.stack import until
 

@@ -48,6 +48,9 @@ class Child:
     """Set while no process runs."""
     has_usage_error: bool = False
     """Whether it ended with a usage error, which a restart would repeat: it waits for SIGHUP."""
+    starts: int = 0
+    last_status: int | None = None
+    """How its last process ended."""
     task: asyncio.Task[None] | None = None
     """Keeps it running."""
 
@@ -100,6 +103,7 @@ class Supervisor:
             if self.stopping:
                 return
             if status is not None:
+                child.last_status = status
                 self._note(f"{child.name} {describe(status)}")
                 if not child.was_ready and status in (1, 2, 70):  # the first start failed with an error message
                     self._end(status)
@@ -132,9 +136,10 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                process_group=0,
+                start_new_session=True,  # and with it a process group; uvloop has no `process_group`
                 limit=LINE_LIMIT,
             )
+            child.starts += 1
             if self.stopping:  # `stop` was called during the start
                 self._send(child, signal.SIGKILL if self._forced else signal.SIGTERM, group=True)
             return await self._watch(child, child.process)

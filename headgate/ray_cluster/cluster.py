@@ -1,0 +1,142 @@
+"""A connection to a Ray cluster, and the actors of Headgate on it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from typing import Any
+
+from headgate.ray_cluster.cluster_errors import ClusterError, NoClusterError, RayMissingError
+from headgate.ray_cluster.controller import Controller
+from headgate.ray_cluster.node_actors import CONTROLLER, NAMESPACE, NODE_PREFIX
+from headgate.ray_cluster.node_report import ServiceSettings
+
+AUTO = "auto"
+CONNECT_SECONDS = 5.0
+HEAD_RESOURCE = "node:__internal_head__"
+"""Only the head has it. The controller runs there: Ray takes half a minute to find that another node is lost."""
+ANSWER_SECONDS = 30.0
+"""Longest wait for an actor that is starting or restarting."""
+
+
+def connect(address: str) -> None:
+    """Connects this process to the cluster at `address`: HOST:PORT of its head (GCS), or `auto`.
+
+    Raises RayMissingError, NoClusterError, ClusterError.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise RayMissingError(f"ray is not installed ({error}); run: pip install 'headgate[ray]'") from None
+    _check_answers(os.environ.get("RAY_ADDRESS") or AUTO if address in ("", AUTO) else address)
+    try:
+        ray.init(address=address or AUTO, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise NoClusterError(
+            f"no Ray cluster was found ({_first_line(error)}); start one with `ray start --head`, or name one with "
+            f"--address HOST:6379"
+        ) from error
+    except Exception as error:
+        raise ClusterError(f"the Ray cluster at {address or AUTO} cannot be used: {_first_line(error)}") from error
+
+
+def _check_answers(address: str) -> None:
+    """Raises NoClusterError when nothing listens at `address`: Ray itself would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto` looks for running processes
+    import ray
+
+    host = host.strip("[]")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    for candidate in (host, *((ray.util.get_node_ip_address(),) if is_loopback else ())):
+        try:
+            socket.create_connection((candidate, int(port)), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            reason = error
+        else:
+            return
+    raise NoClusterError(f"no Ray cluster answers at {address} ({reason}); start one with `ray start --head`")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def start_controller(settings: ServiceSettings) -> Any:
+    """The controller of the cluster. Starts it if there is none."""
+    import ray
+
+    return (
+        ray.remote(Controller)
+        .options(
+            name=CONTROLLER,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            num_gpus=0,
+            resources={HEAD_RESOURCE: 0.001},
+        )
+        .remote(settings)
+    )
+
+
+def controller() -> Any:
+    """The controller of the cluster. Raises NoClusterError without one."""
+    import ray
+
+    try:
+        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError:
+        raise NoClusterError("Headgate does not run on this Ray cluster; start it with `headgate ray up`") from None
+
+
+def answer(reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
+    """The result of a call. Raises ClusterError when it does not come in time, or when the actor is lost."""
+    import ray
+
+    try:
+        return ray.get(reference, timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        raise ClusterError(
+            f"the actor {CONTROLLER} did not answer within {seconds:g} s; `ray list actors` shows its state"
+        ) from None
+    except ray.exceptions.RayError as error:
+        raise ClusterError(f"the actor {CONTROLLER} failed: {_first_line(error)}") from error
+
+
+def stop_services(seconds: float) -> tuple[int, list[str]]:
+    """Ends all services and actors. Returns the number of services, and the actors whose services had to be killed.
+
+    Running requests have `seconds` to finish.
+    """
+    import ray
+
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    actors = {}
+    # The controller first: it would start the others again.
+    for name in sorted(names, key=lambda name: name != CONTROLLER):
+        try:
+            actors[name] = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:  # it has just ended
+            continue
+        if name == CONTROLLER:
+            ray.kill(actors.pop(name), no_restart=True)
+    stops = {actor.stop.remote(): name for name, actor in actors.items() if name.startswith(NODE_PREFIX)}
+    done, _ = ray.wait(list(stops), num_returns=len(stops), timeout=seconds) if stops else ([], [])
+    ended = set()
+    for reference in done:
+        try:
+            ray.get(reference, timeout=CONNECT_SECONDS)
+            ended.add(stops[reference])
+        except ray.exceptions.RayError:  # the actor is lost, and its service with it
+            continue
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)
+    return len(stops), sorted(name for name in stops.values() if name not in ended)

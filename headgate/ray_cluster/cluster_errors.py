@@ -1,0 +1,26 @@
+"""Errors of `headgate ray` and of the process that watches the cluster.
+
+HeadgateError
+├── RayMissingError        ray is not installed
+├── ClusterError           the cluster cannot be used
+└── NotRunningError
+    └── NoClusterError     no cluster answers, or `headgate ray up` was not run on it
+"""
+
+from __future__ import annotations
+
+from headgate.shared.errors import Exit, HeadgateError, NotRunningError
+
+
+class RayMissingError(HeadgateError):
+    """The package ray is not installed."""
+
+    exit_code = Exit.USAGE
+
+
+class ClusterError(HeadgateError):
+    """Ray refuses the connection, or an actor does not do what it was asked for."""
+
+
+class NoClusterError(NotRunningError):
+    """No Ray cluster answers at the address, or no services of Headgate are on it."""

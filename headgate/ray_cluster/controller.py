@@ -1,0 +1,155 @@
+"""The controller: one actor per cluster that keeps an actor on every node and publishes the membership."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from headgate.ray_cluster import node_actors
+from headgate.ray_cluster.node_report import Member, NodeReport, ServiceSettings, State, membership
+from headgate.ray_cluster.service_placement import RayNode, changes
+from headgate.shared.log import set_up
+
+log = logging.getLogger(__name__)
+
+NODES_SECONDS = 1.0
+"""Interval at which the nodes of the cluster are listed."""
+REPORT_SECONDS = 30.0
+"""How long an actor keeps a question for its next report."""
+ADOPT_SECONDS = 10.0
+RETRY_SECONDS = (0.5, 30.0)
+"""First and longest delay before an actor is started again that was lost or could not start."""
+
+
+@dataclass
+class _Followed:
+    """A node: its last report, its actor, and the task that follows it."""
+
+    node: RayNode
+    report: NodeReport
+    actor: Any = None
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Controller:
+    """Starts an actor on every new node, follows its reports, and forgets nodes that are gone.
+
+    After a restart it finds the actors that run. It publishes nothing before it has found them.
+    """
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        set_up(os.environ, in_background=True)
+        self._settings = settings
+        self._nodes: dict[str, _Followed] = {}
+        self._members: list[Member] = []
+        self._is_settled = False
+        self._changed = asyncio.Event()
+        self._running = asyncio.ensure_future(self._run())
+
+    async def settings(self) -> ServiceSettings:
+        """The settings of the services, without the token."""
+        return dataclasses.replace(self._settings, token="")
+
+    async def reports(self) -> list[NodeReport] | None:
+        """The last report of each node, by name; None before the nodes were listed."""
+        found = sorted((each.report for each in self._nodes.values()), key=lambda report: report.name)
+        return found if self._is_settled else None
+
+    async def membership(self, seen: list[Member] | None, seconds: float) -> list[Member] | None:
+        """The membership as soon as it differs from `seen`, at the latest after `seconds`; None before it is known."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not self._is_settled or self._members == seen:
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+            except TimeoutError:
+                break
+        return self._members if self._is_settled else None
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                alive = await asyncio.to_thread(node_actors.alive_nodes)
+                if not self._is_settled:
+                    await self._adopt({node.id: node for node in alive})
+                self._apply(alive)
+                self._publish(settled=True)
+            except Exception:
+                log.exception("the nodes of the cluster cannot be listed; trying again in %g s", NODES_SECONDS)
+            await asyncio.sleep(NODES_SECONDS)
+
+    async def _adopt(self, alive: dict[str, RayNode]) -> None:
+        """Takes over the actors that run, with their names."""
+        found = await asyncio.to_thread(node_actors.running_actors)
+
+        async def adopt(node: RayNode, actor: Any) -> None:
+            try:
+                report = await asyncio.wait_for(actor.report.remote(None, 0.0), ADOPT_SECONDS)
+            except Exception as error:  # `_apply` starts it again
+                log.warning("the actor of node %s does not answer: %s", node.id, error)
+                return
+            self._follow(node, report, actor)
+
+        await asyncio.gather(*(adopt(alive[id], actor) for id, actor in found.items() if id in alive))
+
+    def _apply(self, alive: list[RayNode]) -> None:
+        todo = changes(alive, {id: each.report.name for id, each in self._nodes.items()})
+        for id in todo.forget:
+            gone = self._nodes.pop(id)
+            log.info("node %s (%s) is gone", gone.report.name, id)
+            if gone.task is not None:
+                gone.task.cancel()
+            if gone.actor is not None:
+                node_actors.end_actor(gone.actor)
+        for node, name in todo.start:
+            log.info("starting an inference service on %s (%s, %s)", name, node.address, node.id)
+            self._follow(node, NodeReport(name, ""), None)
+
+    def _follow(self, node: RayNode, report: NodeReport, actor: Any) -> None:
+        followed = self._nodes[node.id] = _Followed(node, report, actor)
+        followed.task = asyncio.ensure_future(self._keep_actor(followed))
+
+    async def _keep_actor(self, followed: _Followed) -> None:
+        """Starts the actor of a node, asks it for its reports, and starts it again when it is lost."""
+        delay = RETRY_SECONDS[0]
+        seen: NodeReport | None = None
+        while True:
+            try:
+                if followed.actor is None:
+                    followed.actor = await asyncio.to_thread(
+                        node_actors.start_actor, followed.node, followed.report.name, self._settings
+                    )
+                report = await asyncio.wait_for(followed.actor.report.remote(seen, REPORT_SECONDS), REPORT_SECONDS * 2)
+            except Exception as error:
+                state = State.LOST if followed.report.was_ready else State.FAILED
+                detail = str(error).strip().rpartition("\n")[2]
+                log.warning("the actor of %s does not answer: %s", followed.report.name, detail)
+                self._set(followed, dataclasses.replace(followed.report, state=state, pid=None, detail=detail))
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, RETRY_SECONDS[1])
+                followed.actor, seen = None, None
+                continue
+            delay = RETRY_SECONDS[0]
+            seen = report
+            # A new process of the actor has not been ready yet; gateways keep the node in the meantime.
+            if followed.report.was_ready and not report.was_ready and report.url == followed.report.url:
+                report = dataclasses.replace(report, was_ready=True, epoch=followed.report.epoch)
+            self._set(followed, report)
+
+    def _set(self, followed: _Followed, report: NodeReport) -> None:
+        if report != followed.report:
+            log.info("%s is %s %s%s", report.name, report.state, report.url, report.detail and f": {report.detail}")
+        followed.report = report
+        self._publish()
+
+    def _publish(self, *, settled: bool = False) -> None:
+        members = membership(each.report for each in self._nodes.values())
+        if members != self._members or settled > self._is_settled:
+            self._members = members
+            self._is_settled = self._is_settled or settled
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
