@@ -99,9 +99,7 @@ def test_wanted_warm_models_that_exclude_each_other_do_not_wait_for_each_other()
         world.tick(0.1)
     world.settle(10)
     assert not world.pending
-    assert [(request.model, str(error)) for request, error in world.failures] == [
-        ("guest", "the model 'guest' does not fit: cpu is dedicated to owner")
-    ]
+    assert not world.failures
 
 
 def test_released_memory_of_a_wanted_warm_model_is_no_warm_copy() -> None:

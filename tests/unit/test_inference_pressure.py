@@ -405,6 +405,13 @@ def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
     assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
 
 
+def test_warm_copy_of_a_wanted_model_releases_nothing_of_a_limit_on_loaded_models() -> None:
+    before, held = books(("pinned", EvictionState.FIXED, {"gpu-0": 400}), ("wanted", EvictionState.WARM, {"cpu": 300}))
+    held[1] = replace(held[1], eviction_state=EvictionState.BUSY, is_warm_copy=True)
+    found = surplus(before, lowered(before, limit=300), held)
+    assert [item.model for item in found.evicted] == ["pinned"]
+
+
 def test_model_that_is_being_unloaded_counts_as_unloaded() -> None:
     before, held = books(("a", EvictionState.LEAVING, {"gpu-0": 400}), ("b", EvictionState.IDLE, {"gpu-0": 400}))
     assert names(before, lowered(before, Account("gpu-0", 1000, 400)), held) == []

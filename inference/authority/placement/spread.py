@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 
-from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Stage
+from inference.authority.placement.stage import EVICTABLE, Held, Policy, Stage
 from inference.authority.placement.victims import cheapest_where
 from inference.estimate.layers import HOST, Layers
 
@@ -161,7 +161,7 @@ class _Removals:
         self._host_spare += sign * held.bytes.get(HOST, 0)
         if self._budget is not None:
             self._budget += sign * held.loaded_bytes
-        if self._places is not None and held.eviction_state is not EvictionState.WARM:
+        if self._places is not None and not held.is_warm:
             self._places += sign
 
     def rooms(self) -> dict[str, int]:

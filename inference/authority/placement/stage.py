@@ -44,6 +44,13 @@ class Held:
     last_used_at: float
     reload_seconds: float = 1.0
     dedicated: bool = False
+    is_warm_copy: bool = False
+    """Whether it is the warm copy of a model, which may be wanted again."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it takes no place of a loaded model."""
+        return self.is_warm_copy or self.eviction_state is EvictionState.WARM
 
     @property
     def device(self) -> str:
@@ -53,14 +60,14 @@ class Held:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices on which it counts: its accelerators, or the host without any; none for a warm model."""
-        if self.eviction_state is EvictionState.WARM:
+        if self.is_warm:
             return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)
 
     @property
     def loaded_bytes(self) -> int:
         """The bytes that count for the memory limit; 0 for a warm model."""
-        return 0 if self.eviction_state is EvictionState.WARM else sum(self.bytes.values())
+        return 0 if self.is_warm else sum(self.bytes.values())
 
     def cost(self, now: float) -> float:
         """The cost of its eviction: bytes x seconds to load it again x recency (1 if just used, less with idle
@@ -69,7 +76,7 @@ class Held:
         All warm models together cost less than one loaded model.
         """
         idle = max(0.0, now - self.last_used_at)
-        scale = WARM_SCALE if self.eviction_state is EvictionState.WARM else 1.0
+        scale = WARM_SCALE if self.is_warm else 1.0
         return scale * sum(self.bytes.values()) * max(self.reload_seconds, 0.01) / (1.0 + idle / 60.0)
 
 
@@ -100,7 +107,7 @@ class Stage:
         for held in held_models:
             for device in held.devices:
                 there.setdefault(device, []).append(held)
-        loaded = sum(held.eviction_state is not EvictionState.WARM for held in held_models)
+        loaded = sum(not held.is_warm for held in held_models)
         return cls(ledger, held_models, {device: tuple(found) for device, found in there.items()}, loaded)
 
     def without(self, *states: EvictionState) -> Stage:

@@ -90,7 +90,7 @@ def _excesses(before: Limits, now: Limits, stage: Stage) -> Iterator[_Excess]:
         yield _Excess(reason, over, tuple(held.loaded_bytes for held in models))
     most = now.policy.max_models
     if most is not None and _fell(before.policy.max_models, most):
-        loaded = tuple(int(held.eviction_state is not EvictionState.WARM) for held in models)
+        loaded = tuple(int(not held.is_warm) for held in models)
         yield _Excess(f"{sum(loaded)} models are loaded and INFERENCE_MAX_MODELS is {most}", sum(loaded) - most, loaded)
     most = now.policy.max_models_per_device
     if most is not None and _fell(before.policy.max_models_per_device, most):

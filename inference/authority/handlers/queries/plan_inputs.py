@@ -18,6 +18,7 @@ from inference.devices.device import CPU, Reading, grants_of
 from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError
 from inference.estimate.layers import layers_of
 from inference.estimate.model_estimate import Estimate, parameters_of
+from inference.protocol import ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant, KvTiers, Ready
 
@@ -106,6 +107,7 @@ def held_models(state: State, now: float) -> list[Held]:
                 model.last_used_at,
                 model.reload_again_seconds,
                 model.spec.dedicated,
+                model.state is ModelState.WARM,
             )
         )
     held += [
