@@ -397,9 +397,10 @@ class Runtime:
 
     def _keys(self, config: GatewayConfig) -> Keys:
         one_tenant = config.share_prefixes == "all"
+        fleet_token = self._token() if config.state is not None or config.inference.nodes else None
         return Keys.load(
             config.keys, self._source.environ(), self._state, one_tenant=one_tenant, limits=config.limits,
-            stored=self._stored_keys,
+            stored=self._stored_keys, fleet_token=fleet_token,
         )  # fmt: skip
 
     def _use_stored_keys(self, stored: tuple[KeySettings, ...]) -> None:

@@ -67,11 +67,13 @@ class Keys:
         one_tenant: bool = False,
         limits: LimitSettings | None = None,
         stored: Sequence[KeySettings] = (),
+        fleet_token: str | None = None,
     ) -> Keys:
         """Keys of the environment and the file; without any, a generated key in the state directory.
 
         With `one_tenant` all keys have the same tenant; `limits` apply to keys without their own. `stored`: keys that
         were created at run time, besides the others; a name that is configured too has the configured key.
+        `fleet_token`: of several gateways, which thus have the same tenant for a key.
 
         Raises HeadgateError when the state directory cannot be used.
         """
@@ -87,7 +89,11 @@ class Keys:
             found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"}), limits=common))
         names = {key.name for key in found}
         found += [_key(settings, common) for settings in stored if settings.name not in names]
-        return cls(found, state.secret("tenant.secret").encode(), one_tenant=one_tenant)
+        if fleet_token is None:
+            secret = state.secret("tenant.secret").encode()
+        else:
+            secret = hmac.digest(fleet_token.encode("utf-8", "surrogateescape"), b"tenant", "sha256")
+        return cls(found, secret, one_tenant=one_tenant)
 
     @property
     def is_generated(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +131,7 @@ async def test_claim_ends_with_its_gateway(
     monkeypatch.setattr(breaker_sync, "CLAIM_SECONDS", 0.3)
     async with SharedGateway(server.url, tmp_path) as two:
         one = SharedGateway(server.url, tmp_path)
-        await one.state.start()
+        await one.start()
         await one.open()
         await until(lambda: two.is_state(OPEN), 1)
         await asyncio.sleep(0.2)
@@ -224,3 +225,28 @@ async def test_number_of_gateways_follows_their_heartbeats(server: RedisServer, 
         async with SharedGateway(server.url, tmp_path):
             await until(lambda: one.state.gateways == 2, 3)
         assert server.command("ZCARD", GATEWAYS) == b":1\r\n"
+
+
+async def test_open_period_of_the_file_counts_where_the_store_has_nothing_newer(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    long = Rule(failures=2, open=30)
+    before = SharedGateway(server.url, tmp_path, rule=long)
+    for model in ("kept", "closed-since"):
+        await before.open(model)
+    await before.file.close()
+    async with SharedGateway(server.url, tmp_path, rule=long) as other:
+        await other.open("closed-since")
+        await asyncio.sleep(0.05)
+        other.breakers.reset("p/closed-since")
+        await asyncio.sleep(0.05)
+        again = SharedGateway(server.url, tmp_path, 3600.0, long)
+        again.file._directory = before.file._directory
+        again.file._wall = time.time
+        await again.file.load()
+        again.breakers.restore()
+        assert again.is_state(OPEN, "closed-since")
+        async with again:
+            await until(lambda: other.is_state(OPEN, "kept"), 2)
+            assert again.is_state(OPEN, "kept")
+            assert again.is_state(CLOSED, "closed-since")

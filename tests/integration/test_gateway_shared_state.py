@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from gateway.shared_state.scripts import running_key
 from headgate.shared.errors import HeadgateError
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
@@ -138,3 +141,49 @@ async def test_limits_and_budgets_hold_over_both_gateways(fleet: Fleet) -> None:
         statuses = [(await gateway.chat(headers=team)).status_code for gateway in (one, two, one, two)]
         assert statuses == [200, 200, 200, 429]
         assert (await two.chat()).status_code == 200
+
+
+async def test_store_that_is_killed_twice_under_load_fails_no_request(fleet: Fleet, server: RedisServer) -> None:
+    digest = hashlib.sha256(b"key-of-a-team").hexdigest()
+    key = f"{{name: team, hash: 'sha256:{digest}', limits: {{requests_per_minute: 100000, concurrent: 50}}}}"
+    team = {"authorization": "Bearer key-of-a-team"}
+    async with fleet.two(f"{CONFIG}\nkeys:\n  - {key}\n") as (one, two):
+        statuses: Counter[int] = Counter()
+        slowest, is_over = 0.0, False
+
+        async def client(gateway: Gateway) -> None:
+            nonlocal slowest
+            while not is_over:
+                began = time.monotonic()
+                statuses[(await gateway.chat(headers=team)).status_code] += 1
+                slowest = max(slowest, time.monotonic() - began)
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as group:
+            for gateway in (one, two, one, two):
+                group.create_task(client(gateway))
+            for _ in range(2):
+                await asyncio.sleep(0.2)
+                server.kill()
+                await asyncio.sleep(0.3)
+                server.start()
+                states = [gateway.runtime.shared_state for gateway in (one, two)]
+                await until("it is back", lambda states=states: all(state.is_up for state in states))
+            is_over = True
+        assert statuses.keys() == {200}
+        assert statuses[200] > 40
+        assert slowest < 3
+        await until("every request has ended", lambda: server.command("ZCARD", running_key("team")) == b":0\r\n")
+
+
+async def test_only_one_gateway_sends_a_recovery_probe(fleet: Fleet) -> None:
+    async with fleet.two() as (one, two):
+        (first,), (second,) = (gateway.runtime.fleet.nodes.values() for gateway in (one, two))
+        claim = await one.runtime.breakers.claims.claim([("local", "")])
+        breaker = two.runtime.breakers.breaker("local")
+        breaker._machine.open(two.runtime.breakers.clock() + 30)
+        await asyncio.sleep(0.8)
+        assert breaker.describe()["last_probe"] == "another gateway probes it"
+        claim.release("local", "")
+        await until("it is probed", lambda: "was answered" in (breaker.describe()["last_probe"] or ""))
+        assert first.prober is not second.prober

@@ -42,10 +42,14 @@ class SharedGateway:
             StateDir(directory), lambda: ("p", "local"), self.clock, lambda: time.time() + skew_seconds
         )
         self.breakers = Breakers(rule or Rule(failures=2, open=0.2), self.clock, store=self.file)
+
+    async def start(self) -> None:
+        """Begins to share."""
         self.sync = BreakerSync(self.state, self.file, self.breakers, lambda provider: provider in ("p", "local"))
+        await self.state.start()
 
     async def __aenter__(self) -> SharedGateway:
-        await self.state.start()
+        await self.start()
         return self
 
     async def __aexit__(

@@ -96,6 +96,15 @@ def test_tenant_is_stable_and_does_not_reveal_the_key(state: StateDir, tmp_path:
     assert hashlib.sha256(b"u").hexdigest()[:8] not in tenant
 
 
+def test_gateways_with_the_same_token_have_the_same_tenants(state: StateDir, tmp_path: Path) -> None:
+    other, environ = StateDir(tmp_path / "other"), {"GATEWAY_API_KEY": "u"}
+    tenants = [
+        Keys.load([], environ, where, fleet_token=token).admit(_bearer("u"), "use")[1]
+        for where, token in ((state, "shared"), (other, "shared"), (state, "another"))
+    ]
+    assert tenants[0] == tenants[1] != tenants[2]
+
+
 def test_keys_have_one_tenant_when_prefixes_are_shared(state: StateDir) -> None:
     environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
     keys = Keys.load([], environ, state, one_tenant=True)
