@@ -13,9 +13,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-import orjson
-
-from gateway.errors import UpstreamError
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node, Spawn
 from gateway.nodes.node_table import PRESENT
@@ -121,10 +118,6 @@ def _loaded_models(node: Node) -> int:
 
 async def _ask(node: Node, model: str) -> Cost | None:
     """The cost of loading `model` on `node`; None if it does not fit or the node does not answer."""
-    try:
-        plan = await node.provider.post_json("/memory/plan", orjson.dumps({"model": model}), PLAN_SECONDS)
-    except UpstreamError as error:
-        log.info("node %s has no plan for %s: %s", node.name, model, error)
-        return None
+    plan = await node.plan(model, PLAN_SECONDS)
     status = node.view.models.get(model)
-    return plan_cost(plan, None if status is None else status.load_seconds) if isinstance(plan, dict) else None
+    return None if plan is None else plan_cost(plan, None if status is None else status.load_seconds)

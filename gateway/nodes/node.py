@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
+
+import orjson
 
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import provider_key
 from gateway.breaker.prober import OnProbe, Prober
+from gateway.errors import UpstreamError
 from gateway.providers.local.inference_snapshot import Events, InferenceView
 from gateway.providers.local.local_provider import LocalProvider
+
+log = logging.getLogger("gateway.nodes.node")
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 """Starts a background task with a name."""
@@ -82,6 +88,15 @@ class Node:
         self._is_stopped = True
         for task in self._tasks:
             task.cancel()
+
+    async def plan(self, model: str, seconds: float) -> dict[str, Any] | None:
+        """The answer of `/memory/plan`: what loading `model` would cost here; None without an answer."""
+        try:
+            plan = await self.provider.post_json("/memory/plan", orjson.dumps({"model": model}), seconds)
+        except UpstreamError as error:
+            log.info("node %s has no plan for %s: %s", self.name, model, error)
+            return None
+        return plan if isinstance(plan, dict) else None
 
     # --- events (see `inference_snapshot.Sink`) ----------------------------------------------------------------------
     def apply(self, kind: str, data: Mapping[str, Any]) -> None:

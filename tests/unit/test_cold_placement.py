@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gateway.errors import UpstreamError, UpstreamKind
 from gateway.nodes.cold_placement import FOLLOW_SECONDS, LEASE_SECONDS, RECENT_SECONDS, ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
@@ -42,16 +41,13 @@ class Service:
         self.result = result
         self.seconds = seconds
         self.questions = 0
-        self.provider = self
         models = {"m": ModelStatus("m", ModelState.COLD)}
         self.view = SimpleNamespace(models=models)
 
-    async def post_json(self, path: str, body: bytes, seconds: float) -> Any:
+    async def plan(self, model: str, seconds: float) -> Any:
         self.questions += 1
         await asyncio.sleep(self.seconds)
-        if self.result is None:
-            raise UpstreamError(UpstreamKind.CONNECT, "refused")
-        return {"result": self.result}
+        return None if self.result is None else {"result": self.result}
 
     def loads(self, view: FleetView) -> None:
         self.view.models = {"m": ModelStatus("m", ModelState.LOADING)}
