@@ -103,6 +103,9 @@ class BreakerSync:
         entry = _Entry(self._state.server_time(changed_at), open_until)
         if known is not None and entry.at <= known.at:
             return
+        ends = (open_until, None if known is None else known.open_until)
+        if all(end is not None and end <= self._state.server_time() for end in ends):
+            return  # the others know that its period is over
         self._known[key] = entry
         breaker = self._breakers.by_model(key[0]).get(key[1])
         reason = "" if breaker is None else (breaker.last_failure or "")[:REASON_CHARACTERS]

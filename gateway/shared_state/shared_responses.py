@@ -101,7 +101,9 @@ class SharedResponses(Store):
         return existed or bool(reply)
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, after what is being written."""
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=BULK_SECONDS)
         for task in tuple(self._writes):
             task.cancel()
         await asyncio.gather(*self._writes, return_exceptions=True)

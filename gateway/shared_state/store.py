@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,8 +20,12 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from gateway.errors import StoreLostError
 from gateway.shared_state.scripts import CHANNEL, SCRIPTS
 
+log = logging.getLogger("gateway.shared_state")
+
 CALL_SECONDS = 0.25
 """Deadline of the commands that are sent together; a command may wait for earlier ones before, for as long again."""
+GRACE_SECONDS = 0.05
+"""In which a reply is read that came while this process was busy with something else."""
 CONNECT_SECONDS = 1.0
 MOST_WAITING = 10_000
 """Commands that wait to be sent."""
@@ -32,6 +37,7 @@ _OPTIONS: dict[str, Any] = {
     "encoding_errors": "surrogatepass",
     "socket_timeout": None,
     "socket_connect_timeout": CONNECT_SECONDS,
+    "socket_keepalive": True,
     "client_name": "headgate",
 }
 
@@ -106,7 +112,12 @@ class Store:
         """The reply of a script; raises StoreLostError."""
         reply = asyncio.get_running_loop().create_future()
         self._submit(operation, script, keys, values, reply)
-        return await reply
+        try:
+            async with asyncio.timeout(2 * (CALL_SECONDS + GRACE_SECONDS)):
+                return await reply
+        except TimeoutError:
+            self._on_error(operation)
+            raise StoreLostError("too many commands wait to be sent") from None
 
     def post(self, operation: str, script: str, keys: Sequence[str], values: Values = ()) -> asyncio.Future[Any] | None:
         """Sends a script after the commands that wait already. The reply may be ignored; None while it is lost."""
@@ -138,15 +149,31 @@ class Store:
                 await self._wake.wait()
                 sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_TOGETHER))]
                 with _as_lost():
-                    async with asyncio.timeout(CALL_SECONDS):
-                        await self._exchange(connection, sent)
+                    await self._in_time(self._exchange(connection, sent))
                 sent = []
                 if not self._waiting:
                     self._wake.clear()
         except StoreLostError as error:
             self._lose(error, sent)
+        except asyncio.CancelledError:
+            self._fail(StoreLostError("the connection was closed"), sent)
+            raise
+        except Exception:
+            log.exception("internal error in the connection to the shared state")
+            self._lose(StoreLostError("internal error"), sent)
         finally:
             await connection.disconnect(nowait=True)
+
+    @staticmethod
+    async def _in_time(exchange: Coroutine[Any, Any, None]) -> None:
+        """Raises TimeoutError after CALL_SECONDS, not counting time in which this process was busy."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as limit:
+            timer = loop.call_later(CALL_SECONDS, lambda: limit.reschedule(loop.time() + GRACE_SECONDS))
+            try:
+                await exchange
+            finally:
+                timer.cancel()
 
     async def _exchange(self, connection: AbstractConnection, commands: Sequence[_Command]) -> None:
         packed = b"".join(part for command in commands for part in command.packed)
@@ -167,13 +194,17 @@ class Store:
 
     def _lose(self, error: StoreLostError, sent: Sequence[_Command]) -> None:
         self._connection = None
+        for operation in self._fail(error, sent):
+            self._on_error(operation)
+        self._on_lost(str(error))
+
+    def _fail(self, error: StoreLostError, sent: Sequence[_Command]) -> set[str]:
+        """Fails all commands without a reply; returns their operations."""
         lost, self._waiting = [*sent, *self._waiting], deque()
         for command in lost:
             if command.reply is not None and not command.reply.done():
                 command.reply.set_exception(error)
-        for operation in {command.operation for command in lost}:
-            self._on_error(operation)
-        self._on_lost(str(error))
+        return {command.operation for command in lost}
 
     async def close(self) -> None:
         """Sends what waits, within the deadline of a call, and closes the connection."""
@@ -189,7 +220,7 @@ class Store:
 
 
 @contextlib.contextmanager
-def _as_lost() -> Any:
+def _as_lost() -> Iterator[None]:
     """Every failure of the connection as StoreLostError."""
     try:
         yield
