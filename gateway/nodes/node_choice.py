@@ -24,6 +24,7 @@ LOAD_BOUND = 1.25
 """The most load of a node, as a multiple of the mean, while another one has a free place (consistent hashing with
 bounded loads, https://arxiv.org/abs/1608.01350)."""
 
+SLACK=2.0
 ASSUMED_TOKENS_PER_SECOND = 2000.0
 ASSUMED_LOAD_SECONDS = 10.0
 """The prefill rate and the time to load while no node has measured one: cached tokens and loaded models count from the
@@ -177,7 +178,9 @@ def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
     if all(node.load >= 1 for node in loaded):
         return nodes
     most = LOAD_BOUND * (sum(node.in_flight for node in loaded) + 1) / sum(max(1, node.parallel) for node in loaded)
-    return [node for node in nodes if node.load < 1 or not node.is_loaded or node.load <= most]
+    mean = sum(node.node_load for node in loaded) / len(loaded)
+    bound = max(LOAD_BOUND * mean, mean + SLACK)
+    return [node for node in nodes if not node.is_loaded or (node.load < 1 or node.load <= most) and node.node_load <= bound]
 
 
 # --- score and pick ---------------------------------------------------------------------------------------------------

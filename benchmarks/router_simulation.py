@@ -1,0 +1,465 @@
+"""Simulates the routing of requests over nodes: several gateways with outdated views, conversations, churn of nodes.
+
+    python -m benchmarks.router_simulation      1,000 nodes, 10,000 models; QUICK=1 for 200 nodes and 2,000 models
+
+The gateways decide with the product's own code (`gateway/nodes/`); nodes, clients and time are simulated. The models
+are used with Zipf's distribution. Each conversation has 20 turns, and each turn goes to a random gateway. A
+gateway learns the state of a node every two seconds. Nodes leave and return without their caches.
+
+    decision        the time from a request with its blocks to the name of a node
+    load            requests in flight on a node, as the mean over the time; the 99th percentile of all nodes over
+                    their mean
+    prefix hits     prompt tokens that the caches of the chosen nodes hold, over those that one node with unlimited memory
+                    for all conversations would hold
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import random
+import sys
+import time
+from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.figures import Bar
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import BODIES
+from gateway.nodes.node_choice import ChosenNode, NodeNeeds, choose
+from gateway.nodes.node_table import NodeTable, candidates
+from gateway.nodes.prefix_blocks import PrefixBlocks, prefix_blocks, prefix_salt
+from gateway.nodes.prefix_index import PrefixIndex
+from gateway.nodes.rebalance import NodePlan, RebalanceState, cheapest, rebalance
+from inference.protocol import ModelState, ModelStatus
+
+RAW = Path("benchmarks/results/router_simulation.json")
+
+GATEWAYS = 3
+POLL_SECONDS = 2.0
+EVENT_SECONDS = 0.5
+"""The delay of a node's `kv` events."""
+TURNS = 20
+SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 400, 150, 250
+BYTES_PER_TOKEN = 4
+ANSWER_SECONDS, PAUSE_SECONDS = 16.0, 8.0
+LOAD_SECONDS = 5.0
+PREFILL_RATES = (4000.0,)
+REBALANCE_SECONDS = 5.0
+RESIDENT = 16
+"""Models that a node holds at once."""
+PARALLEL = 8
+CACHED_CONVERSATIONS = 80
+"""Conversations whose KV cache a node keeps."""
+MEAN_LOAD = 12.0
+"""Requests in flight per node."""
+SECONDS_BETWEEN_LOSSES = 10.0
+"""A node leaves this often; it returns after AWAY_SECONDS."""
+AWAY_SECONDS = 30.0
+WARM_UP_SECONDS, MEASURED_SECONDS = 90.0, 150.0
+LABELS = 32
+"""Labels of a stored sequence: the last blocks of its prompt."""
+NEEDS = frozenset(("chat",))
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+class Resident:
+    """A loaded model of a node: when each of its places is free, and its requests."""
+
+    def __init__(self, ready_at: float) -> None:
+        self.ready_at = ready_at
+        self.free_at = [ready_at] * PARALLEL
+        self.in_flight = 0
+        self.used_at = ready_at
+
+
+class Node:
+    """One inference service."""
+
+    def __init__(self, name: str, models: list[str], rate: float) -> None:
+        self.name, self.models, self.rate = name, models, rate
+        self.residents: dict[str, Resident] = {}
+        self.cache: OrderedDict[str, tuple[int, tuple[str, ...]]] = OrderedDict()
+        """Tokens and labels by conversation, or by system prompt."""
+        self.changed: list[set[str]] = [set() for _ in range(GATEWAYS)]
+        self.is_up, self.up_since, self.up_seconds = True, 0.0, 0.0
+        self.in_flight, self.changed_at, self.area = 0, 0.0, 0.0
+
+    def note(self, model: str) -> None:
+        """The state of a model has changed."""
+        for models in self.changed:
+            models.add(model)
+
+    def add(self, requests: int, now: float, since: float) -> None:
+        """Adds to the requests in flight; their integral begins at `since`."""
+        self.area += self.in_flight * max(0.0, now - max(since, self.changed_at))
+        self.in_flight, self.changed_at = self.in_flight + requests, now
+
+    def status(self, model: str, now: float) -> ModelStatus:
+        """The status of a model as the service reports it."""
+        held = self.residents.get(model)
+        if held is None:
+            return cold(model)
+        state = ModelState.LOADING if held.ready_at > now else ModelState.BUSY if held.in_flight else ModelState.READY
+        running = min(held.in_flight, PARALLEL)
+        return ModelStatus(
+            model, state, (), 32768, PARALLEL, in_flight=running, queued=held.in_flight - running,
+            capabilities=("chat",), fits=True, load_seconds=max(0.0, held.ready_at - now),
+            queue_seconds=max(0.0, held.free_at[0] - max(now, held.ready_at)), answer_seconds=ANSWER_SECONDS / PARALLEL,
+            prefill_tokens_per_second=self.rate,
+        )  # fmt: skip
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more model fits without unloading another one."""
+        return self.is_up and len(self.residents) < RESIDENT
+
+    def make_room(self) -> bool:
+        """Unloads the model that is idle for longest, if one more would be too many; False if none is idle."""
+        if self.has_room:
+            return True
+        idle = [(held.used_at, model) for model, held in self.residents.items() if not held.in_flight]
+        if not idle:
+            return False
+        model = min(idle)[1]
+        del self.residents[model]
+        self.note(model)
+        return True
+
+
+_COLD: dict[str, ModelStatus] = {}
+
+
+def cold(model: str) -> ModelStatus:
+    """The status of a model that is not loaded."""
+    if model not in _COLD:
+        _COLD[model] = ModelStatus(
+            model, ModelState.COLD, (), 32768, PARALLEL, capabilities=("chat",), fits=True, load_seconds=LOAD_SECONDS
+        )
+    return _COLD[model]
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+_numbers = count()
+
+
+class Conversation:
+    """One conversation; `turn` is the next one. `had` are the tokens that a node with all memory would have."""
+
+    def __init__(self, model: str, chance: random.Random, turn: int = 0) -> None:
+        self.model, self.turn, self.had = model, turn, 0
+        self.system = f"{model}-{chance.randrange(3)}"
+        number = next(_numbers)
+        self.key = f"c{number}"
+        messages = [(f"{self.system:>16}", SYSTEM_TOKENS)]
+        for index in range(TURNS):
+            messages.append((f"q{number:09d}{index:06d}", QUESTION_TOKENS))
+            messages.append((f"a{number:09d}{index:06d}", ANSWER_TOKENS))
+        hashes, sizes = zip(*messages, strict=True)
+        self._hashes, self._ends = tuple(hashes), tuple(accumulate(size * BYTES_PER_TOKEN for size in sizes))
+
+    @property
+    def blocks(self) -> PrefixBlocks:
+        """The blocks of the prompt of the next turn."""
+        messages = 2 + 2 * self.turn
+        return PrefixBlocks(self._hashes[:messages], self._ends[:messages], 2)
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The view of one gateway."""
+
+    number: int
+    table: NodeTable = field(default_factory=NodeTable)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    failed: set[str] = field(default_factory=set)
+    """Nodes that did not answer; their breaker is open."""
+
+
+class Simulation:
+    """The events of one run."""
+
+    def __init__(self, nodes: int, models: int, seed: int = 1) -> None:
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self.end = WARM_UP_SECONDS + MEASURED_SECONDS
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+        self.names = [f"m{number}" for number in range(models)]
+        self._weights = list(accumulate(1 / (rank + 1) for rank in range(models)))
+        self.nodes = self._placed(nodes)
+        self.gateways = [Gateway(number) for number in range(GATEWAYS)]
+        self._systems: set[str] = set()
+        self.decision_seconds: list[float] = []
+        self.ttft_seconds: list[float] = []
+        self.considered = self.requests = self.loads = self.copies = self.repeats = self.waits = 0
+        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = 0
+
+    def _placed(self, nodes: int) -> dict[str, Node]:
+        """The nodes; the first percent of the models is on half of them, the others are on 20 each."""
+        on: list[list[str]] = [[] for _ in range(nodes)]
+        for rank, model in enumerate(self.names):
+            copies = nodes // 2 if rank < len(self.names) // 100 else min(nodes, 20)
+            for place in self.chance.sample(range(nodes), copies):
+                on[place].append(model)
+        return {f"n{i}": Node(f"n{i}", on[i], self.chance.choice(PREFILL_RATES)) for i in range(nodes)}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.now >= WARM_UP_SECONDS
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+    def at(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        """Runs `act` after some time."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), act, args))
+
+    def run(self) -> None:
+        """Runs all events until the end."""
+        chance, number = self.chance, len(self.nodes)
+        for node in self.nodes.values():
+            for gateway in self.gateways:
+                gateway.table.update(node.name, {model: cold(model) for model in node.models})
+                self.at(chance.uniform(0, POLL_SECONDS), self.poll, gateway, node)
+        both = ANSWER_SECONDS + PAUSE_SECONDS
+        for _ in range(int(number * MEAN_LOAD * both / ANSWER_SECONDS)):
+            self.at(chance.uniform(0, both), self.ask, self.conversation(chance.randrange(TURNS)), ())
+        self.at(0.0, self.begin, number * MEAN_LOAD / ANSWER_SECONDS / TURNS)
+        self.at(SECONDS_BETWEEN_LOSSES * 1000 / number, self.lose)
+        self.at(REBALANCE_SECONDS, self.rebalance, RebalanceState())
+        while self._events and self._events[0][0] < self.end:
+            self.now, _, act, args = heapq.heappop(self._events)
+            act(*args)
+        self.now = self.end
+        for node in self.nodes.values():
+            node.add(0, self.end, WARM_UP_SECONDS)
+            if node.is_up:
+                node.up_seconds += self.end - max(WARM_UP_SECONDS, node.up_since)
+
+    def conversation(self, turn: int = 0) -> Conversation:
+        """A new conversation with a random model."""
+        place = bisect(self._weights, self.chance.random() * self._weights[-1])
+        return Conversation(self.names[place], self.chance, turn)
+
+    def begin(self, rate: float) -> None:
+        """A conversation begins; the next one follows."""
+        self.ask(self.conversation(), ())
+        self.at(self.chance.expovariate(rate), self.begin, rate)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def ask(self, talk: Conversation, excluded: tuple[str, ...]) -> None:
+        """One turn of a conversation, or its repetition on another node than `excluded`."""
+        gateway = self.chance.choice(self.gateways)
+        blocks = talk.blocks
+        tokens = blocks.size_bytes // BYTES_PER_TOKEN
+        began = time.thread_time()
+        facts = candidates(gateway.table, gateway.index, talk.model, blocks, tokens, self.chance.random)
+        if excluded or gateway.failed:
+            facts = [
+                item._replace(excluded="failed") if item.name in excluded or item.name in gateway.failed else item
+                for item in facts
+            ]
+        choice = choose(facts, NodeNeeds(tokens, NEEDS), self.chance.random)
+        seconds = time.thread_time() - began
+        if self.is_measured:
+            self.decision_seconds.append(seconds)
+            self.considered += len(facts)
+        if not isinstance(choice, ChosenNode):
+            self.waits += self.is_measured
+            self.at(1.0, self.ask, talk, ())
+            return
+        node = self.nodes[choice.name]
+        held = node.residents.get(talk.model)
+        if not node.is_up or (held is None and not node.make_room()):
+            if not node.is_up:
+                gateway.failed.add(node.name)
+            self.repeats += self.is_measured
+            self.ask(talk, (*excluded, node.name))
+            return
+        if held is None:
+            held = self._load(node, talk.model)
+            self.loads += self.is_measured
+        gateway.table.note_sent(node.name, talk.model)
+        gateway.index.note(node.name, blocks.hashes)
+        self._serve(node, held, talk, tokens)
+
+    def _load(self, node: Node, model: str) -> Resident:
+        held = node.residents[model] = Resident(self.now + LOAD_SECONDS)
+        node.note(model)
+        self.at(LOAD_SECONDS, node.note, model)
+        return held
+
+    def _serve(self, node: Node, held: Resident, talk: Conversation, tokens: int) -> None:
+        hit = max(node.cache.get(talk.key, (0,))[0], node.cache.get(talk.system, (0,))[0])
+        ideal = talk.had or (SYSTEM_TOKENS if talk.system in self._systems else 0)
+        self._systems.add(talk.system)
+        start = max(self.now, heapq.heappop(held.free_at)) + (tokens - hit) / node.rate
+        end = start + self.chance.uniform(0.5, 1.5) * ANSWER_SECONDS
+        heapq.heappush(held.free_at, end)
+        held.in_flight += 1
+        held.used_at = self.now
+        node.add(1, self.now, WARM_UP_SECONDS)
+        node.note(talk.model)
+        if self.is_measured:
+            self.requests += 1
+            self.prompt_tokens += tokens
+            self.hit_tokens += hit
+            self.ideal_tokens += ideal
+            self.ttft_seconds.append(start - self.now)
+        self.at(end - self.now, self.done, node, held, talk, talk.blocks.hashes[-LABELS:], tokens)
+
+    def done(self, node: Node, held: Resident, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
+        """An answer ends; the next turn follows after a pause."""
+        held.in_flight -= 1
+        held.used_at = self.now
+        node.add(-1, self.now, WARM_UP_SECONDS)
+        node.note(talk.model)
+        if node.is_up and node.residents.get(talk.model) is held:
+            self._store(node, talk, labels, tokens + ANSWER_TOKENS)
+        talk.had = tokens + ANSWER_TOKENS
+        talk.turn += 1
+        if talk.turn < TURNS:
+            self.at(self.chance.expovariate(1 / PAUSE_SECONDS), self.ask, talk, ())
+
+    def _store(self, node: Node, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
+        """The KV cache of the conversation is stored, and the oldest one is removed."""
+        node.cache[talk.system] = (SYSTEM_TOKENS, talk.blocks.hashes[:1])
+        node.cache[talk.key] = (tokens, labels)
+        node.cache.move_to_end(talk.system)
+        node.cache.move_to_end(talk.key)
+        removed: tuple[str, ...] = ()
+        while len(node.cache) > CACHED_CONVERSATIONS:
+            removed += node.cache.popitem(last=False)[1][1]
+        self.at(EVENT_SECONDS, self.report, node, labels, removed)
+
+    # --- what gateways learn -----------------------------------------------------------------------------------------
+    def poll(self, gateway: Gateway, node: Node) -> None:
+        """A gateway gets the state of a node."""
+        if node.is_up:
+            for model in node.changed[gateway.number]:
+                gateway.table.update_model(node.name, node.status(model, self.now))
+            node.changed[gateway.number].clear()
+        self.at(POLL_SECONDS, self.poll, gateway, node)
+
+    def report(self, node: Node, stored: tuple[str, ...], removed: tuple[str, ...]) -> None:
+        """The gateways get a `kv` event."""
+        if node.is_up:
+            for gateway in self.gateways:
+                gateway.index.removed(node.name, removed)
+                gateway.index.stored(node.name, stored)
+
+    def rebalance(self, state: RebalanceState) -> None:
+        """The gateway that holds the lease loads more copies of models."""
+        decision = rebalance(self.gateways[0].table, {}, state, self.now, self.gateways[0].failed)
+        state = decision.state
+        for copy in decision.copies:
+            free = [name for name in copy.nodes if self.nodes[name].has_room and copy.model not in self.nodes[name].residents]
+            refused = [name for name in copy.nodes if name not in free]
+            state = state.after_refusal(copy.model, refused, self.now)
+            if (name := cheapest(copy, [NodePlan(name) for name in free], {})) is not None:
+                self._load(self.nodes[name], copy.model)
+                self.copies += 1
+        self.at(REBALANCE_SECONDS, self.rebalance, state)
+
+    def lose(self) -> None:
+        """A node leaves, which the gateways learn one after the other; it returns later."""
+        node = self.chance.choice([node for node in self.nodes.values() if node.is_up])
+        node.is_up = False
+        node.up_seconds += max(0.0, self.now - max(WARM_UP_SECONDS, node.up_since))
+        node.residents.clear()
+        node.cache.clear()
+        for gateway in self.gateways:
+            self.at(self.chance.uniform(0, 2 * POLL_SECONDS), self.forget, gateway, node)
+        self.at(AWAY_SECONDS, self.come_back, node)
+        self.at(SECONDS_BETWEEN_LOSSES * 1000 / len(self.nodes), self.lose)
+
+    def forget(self, gateway: Gateway, node: Node) -> None:
+        """A gateway learns that a node has left."""
+        gateway.table.remove(node.name)
+        gateway.index.forget(node.name)
+
+    def come_back(self, node: Node) -> None:
+        """A node returns with nothing loaded."""
+        node.is_up, node.up_since = True, self.now
+        for gateway in self.gateways:
+            gateway.failed.discard(node.name)
+            gateway.table.update(node.name, {model: cold(model) for model in node.models})
+
+    # --- results -----------------------------------------------------------------------------------------------------
+    def loads_of_nodes(self) -> list[float]:
+        """Mean requests in flight of each node that was up for half of the measured time, in ascending order."""
+        up = [node for node in self.nodes.values() if node.up_seconds >= MEASURED_SECONDS / 2]
+        return sorted(node.area / node.up_seconds for node in up)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of `values` are."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def blocks_milliseconds(size_bytes: int = 100_000, rounds: int = 50) -> list[float]:
+    """Milliseconds for the blocks of a chat with one long and 40 short messages."""
+    text = "The quick brown fox jumps over the lazy dog. " * (size_bytes // 45)
+    messages = [{"role": "user", "content": text}]
+    for number in range(20):
+        messages += [{"role": "assistant", "content": f"Answer {number}"}, {"role": "user", "content": "Go on."}]
+    body = BODIES[Endpoint.CHAT][1]({"model": "m", "messages": messages})
+    salt = prefix_salt(b"secret", "tenant", "m")
+    times = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        prefix_blocks(salt, body)
+        times.append((time.thread_time() - began) * 1e3)
+    return times
+
+
+def main() -> int:
+    """Runs the simulation, prints the results and writes the raw figures."""
+    quick = bool(os.environ.get("QUICK"))
+    nodes, models = (200, 2000) if quick else (1000, 10_000)
+    world = Simulation(nodes, models)
+    began = time.monotonic()
+    world.run()
+    decisions = [seconds * 1e3 for seconds in world.decision_seconds]
+    p50, p99 = percentile(decisions, 0.5), percentile(decisions, 0.99)
+    loads = world.loads_of_nodes()
+    mean, high = fmean(loads), percentile(loads, 0.99)
+    hits = world.hit_tokens / world.ideal_tokens
+    each = world.considered / len(decisions)
+    print(f"{nodes} nodes, {models} models, {GATEWAYS} gateways: {world.requests} requests in {MEASURED_SECONDS:.0f} s")
+    print(f"decision: p50 {p50:.3f} ms, p99 {p99:.3f} ms, worst {max(decisions):.2f} ms, {each:.1f} nodes considered")
+    print(
+        f"requests in flight per node: mean {mean:.2f}, p1 {percentile(loads, 0.01):.2f}, p99 {high:.2f}, most {loads[-1]:.2f}"
+    )
+    print(
+        f"prompt tokens: {hits:.3f} of the possible hits; {world.hit_tokens / world.prompt_tokens:.3f} of all are hits"
+    )
+    ttft = world.ttft_seconds
+    print(f"time to first token: p50 {percentile(ttft, 0.5):.2f} s, p99 {percentile(ttft, 0.99):.2f} s")
+    print(f"loads {world.loads}, copies by rebalancing {world.copies}, repeated {world.repeats}, without a node {world.waits}")
+    blocks = blocks_milliseconds()
+    print(f"blocks of a prompt of 100 kB: p50 {percentile(blocks, 0.5):.3f} ms, p99 {percentile(blocks, 0.99):.3f} ms")
+    print(f"simulated in {time.monotonic() - began:.0f} s")
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    RAW.write_text(json.dumps({"decision_ms": decisions, "node_loads": loads, "ttft_seconds": ttft}))
+    print()
+    for bar in (
+        Bar("router_decision_p99", p99, "ms", "<", 1.0),
+        Bar("router_blocks_p50_100kB", percentile(blocks, 0.5), "ms", "<", 1.0),
+        Bar("router_load_p99_over_mean", high / mean, "x", "<=", 1.3),
+        Bar("router_prefix_hits_of_ideal", hits, "x", ">=", 0.9),
+    ):
+        print(bar.line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

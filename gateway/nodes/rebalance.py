@@ -1,0 +1,189 @@
+"""Which models need another copy on another node, and where.
+
+A model gets a copy when it has fewer than its `replicas`, when requests wait long at all of its copies, or when all of
+its copies are on busy nodes. Copies are only added: a node unloads an idle model by itself, except for those that are
+`kept`, which are used often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time, and a
+copy for load evicts nothing, so that copies do not displace each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from gateway.nodes.node_table import NodeTable
+from inference.protocol import ModelState
+
+HOLD_SECONDS = 15.0
+"""How long a need must last. Nodes that restart are back earlier."""
+REST_SECONDS = 30.0
+"""The shortest time between two copies of a model, so that the second is a decision about the effect of the first."""
+FULL = 0.75
+"""The share of its places from which a model gets another copy: above it, requests often wait, or leave the node with
+their prefix."""
+BUSY = 1.25
+"""A node is busy when it has more requests than this multiple of the mean, and BUSY_REQUESTS more than the mean."""
+BUSY_REQUESTS = 1.0
+KEEP_SECONDS = 20.0
+"""A kept copy that is idle for longer is used, so that its node does not unload it."""
+MOST_PLANS = 4
+"""How many nodes are asked for a plan."""
+
+_LOADING = frozenset((ModelState.LOADING, ModelState.RESTORING))
+_READY = frozenset((ModelState.READY, ModelState.BUSY))
+
+
+class Copy(NamedTuple):
+    """A model that needs another copy: why, and the nodes to ask for a plan, the best first."""
+
+    model: str
+    reason: str
+    nodes: tuple[str, ...]
+    may_evict: bool
+
+
+class NodePlan(NamedTuple):
+    """What a node answers to `/memory/plan`: the models that it would unload, and the seconds to load."""
+
+    node: str
+    evicts: Collection[str] = ()
+    load_seconds: float | None = None
+
+
+class RebalanceState(NamedTuple):
+    """What one decision leaves for the next: since when a model needs a copy, and when it may get the next one.
+
+    `refused`: until when a node is not asked again for a model, because it had no room.
+    """
+
+    since: Mapping[str, float] = {}
+    not_before: Mapping[str, float] = {}
+    refused: Mapping[tuple[str, str], float] = {}
+
+    def after_refusal(self, model: str, nodes: Iterable[str], now: float) -> RebalanceState:
+        """The state after `nodes` had no room for `model`."""
+        return self._replace(refused={**self.refused, **{(model, node): now + 2 * REST_SECONDS for node in nodes}})
+
+
+class Rebalancing(NamedTuple):
+    """A decision: copies to load, and kept copies (model, node) to use once so that they stay."""
+
+    state: RebalanceState
+    copies: tuple[Copy, ...]
+    kept: tuple[tuple[str, str], ...]
+
+
+def rebalance(
+    table: NodeTable,
+    replicas: Mapping[str, int],
+    state: RebalanceState,
+    now: float,
+    unavailable: Collection[str] = frozenset(),
+) -> Rebalancing:
+    """The copies to load now. `unavailable` nodes do not answer: their copies do not count.
+
+    `replicas`: on how many nodes a model is kept.
+    """
+    fleet = _Fleet(table, replicas, unavailable)
+    refused = {key: until for key, until in state.refused.items() if until > now}
+    since: dict[str, float] = {}
+    not_before = {model: seconds for model, seconds in state.not_before.items() if seconds > now}
+    copies: list[Copy] = []
+    for model in sorted({*replicas, *table.loaded_models}):
+        missing = fleet.missing(model)
+        if (reason := missing or fleet.overloaded(model)) is None:
+            continue
+        since[model] = state.since.get(model, now)
+        if now - since[model] < HOLD_SECONDS or model in not_before:
+            continue
+        nodes = [node for node in fleet.targets(model, missing is not None) if (model, node) not in refused]
+        if nodes:
+            not_before[model] = now + REST_SECONDS
+            copies.append(Copy(model, reason, tuple(nodes[:MOST_PLANS]), missing is not None))
+    return Rebalancing(RebalanceState(since, not_before, refused), tuple(copies), tuple(fleet.kept()))
+
+
+def cheapest(copy: Copy, plans: Iterable[NodePlan], protected: Mapping[str, Collection[str]]) -> str | None:
+    """The node that loads `copy` at the lowest cost: the fewest models evicted, then the shortest time.
+
+    `protected`: models by node that must not be evicted. None if no plan is possible.
+    """
+    possible = [
+        (len(plan.evicts), plan.load_seconds or 0.0, copy.nodes.index(plan.node), plan.node)
+        for plan in plans
+        if not plan.evicts or (copy.may_evict and protected.get(plan.node, frozenset()).isdisjoint(plan.evicts))
+    ]
+    return min(possible)[-1] if possible else None
+
+
+def protected(table: NodeTable, replicas: Mapping[str, int]) -> dict[str, set[str]]:
+    """By node, the models that have no more copies than their `replicas`, so that none of them may be evicted."""
+    found: dict[str, set[str]] = {}
+    for model, wanted in replicas.items():
+        nodes = table.loaded(model)
+        if len(nodes) <= wanted:
+            for node in nodes:
+                found.setdefault(node, set()).add(model)
+    return found
+
+
+class _Fleet:
+    """Questions about the nodes at one moment."""
+
+    def __init__(self, table: NodeTable, replicas: Mapping[str, int], unavailable: Collection[str]) -> None:
+        self._table = table
+        self._replicas = replicas
+        self._unavailable = unavailable
+        loads = [table.node_load(node) for node in table.nodes if node not in unavailable]
+        self._mean_load = sum(loads) / len(loads) if loads else 0.0
+        self._busy = max(BUSY * self._mean_load, self._mean_load + BUSY_REQUESTS)
+        self._kept_by_node = Counter(node for model in replicas for node in table.loaded(model))
+
+    def _copies(self, model: str) -> list[str]:
+        return [node for node in self._table.loaded(model) if node not in self._unavailable]
+
+    def missing(self, model: str) -> str | None:
+        """Why the model needs a copy for its `replicas`."""
+        wanted = min(self._replicas.get(model, 0), len(self._table.listed(model)))
+        loaded = len(self._copies(model))
+        return f"it is loaded on {loaded} of {wanted} nodes" if loaded < wanted else None
+
+    def overloaded(self, model: str) -> str | None:
+        """Why the model needs a copy for its requests."""
+        copies = self._copies(model)
+        statuses = [status for node in copies if (status := self._table.status(node, model)) is not None]
+        if not statuses or any(status.state in _LOADING for status in statuses):
+            return None
+        in_flight = sum(self._table.in_flight(node, model) for node in copies)
+        places = sum(status.parallel for status in statuses)
+        if in_flight > FULL * places:
+            return f"its {len(copies)} nodes have {in_flight} requests for {places} places"
+        if in_flight and all(self._table.node_load(node) > self._busy for node in copies):
+            return f"its {len(copies)} nodes have more than {self._busy:.1f} requests, and the mean is {self._mean_load:.1f}"
+        return None
+
+    def targets(self, model: str, is_missing: bool) -> list[str]:
+        """The nodes for another copy, the best first; for load only nodes with less load than the mean."""
+        copies = set(self._table.loaded(model))
+        found = []
+        for node in self._table.listed(model):
+            status = self._table.status(node, model)
+            if node in copies or node in self._unavailable or status is None:
+                continue
+            if status.state is not ModelState.COLD or status.fits is False:
+                continue
+            load = self._table.node_load(node)
+            if is_missing or load < self._mean_load or not self._mean_load:
+                found.append((self._kept_by_node[node], load, status.load_seconds or 0.0, node))
+        return [node for *_, node in sorted(found)]
+
+    def kept(self) -> Iterable[tuple[str, str]]:
+        """The idle copies of kept models to use, those that were used last."""
+        for model, wanted in self._replicas.items():
+            idle = []
+            for node in self._copies(model):
+                status = self._table.status(node, model)
+                if status is not None and status.state in _READY:
+                    idle.append((status.idle_seconds or 0.0, node))
+            yield from ((model, node) for seconds, node in sorted(idle)[:wanted] if seconds >= KEEP_SECONDS)
