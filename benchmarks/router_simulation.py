@@ -9,8 +9,8 @@ gateway learns the state of a node every two seconds. Nodes leave and return wit
     decision        the time from a request with its blocks to the name of a node
     load            requests in flight on a node, as the mean over the time; the 99th percentile of all nodes over
                     their mean
-    prefix hits     prompt tokens that the caches of the chosen nodes hold, over those that one node with unlimited memory
-                    for all conversations would hold
+    prefix hits     prompt tokens that the caches of the chosen nodes hold, over those that one node would hold that had
+                    memory for all conversations
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any
 from benchmarks.figures import Bar
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.nodes.node_choice import ChosenNode, NodeNeeds, choose
-from gateway.nodes.node_table import NodeTable, candidates
+from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, choose
+from gateway.nodes.node_table import NodeTable
 from gateway.nodes.prefix_blocks import PrefixBlocks, prefix_blocks, prefix_salt
 from gateway.nodes.prefix_index import PrefixIndex
-from gateway.nodes.rebalance import NodePlan, RebalanceState, cheapest, rebalance
+from gateway.nodes.rebalance import RebalanceState, cheapest, rebalance
 from inference.protocol import ModelState, ModelStatus
 
 RAW = Path("benchmarks/results/router_simulation.json")
@@ -63,7 +63,7 @@ MEAN_LOAD = 12.0
 SECONDS_BETWEEN_LOSSES = 10.0
 """A node leaves this often; it returns after AWAY_SECONDS."""
 AWAY_SECONDS = 30.0
-WARM_UP_SECONDS, MEASURED_SECONDS = 90.0, 150.0
+WARM_UP_SECONDS, MEASURED_SECONDS = 300.0, 150.0
 LABELS = 32
 """Labels of a stored sequence: the last blocks of its prompt."""
 NEEDS = frozenset(("chat",))
@@ -116,14 +116,13 @@ class Node:
             prefill_tokens_per_second=self.rate,
         )  # fmt: skip
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more model fits without unloading another one."""
-        return self.is_up and len(self.residents) < RESIDENT
+    def has_room(self, model: str) -> bool:
+        """Whether `model` can be loaded without unloading another one."""
+        return self.is_up and model not in self.residents and len(self.residents) < RESIDENT
 
     def make_room(self) -> bool:
         """Unloads the model that is idle for longest, if one more would be too many; False if none is idle."""
-        if self.has_room:
+        if len(self.residents) < RESIDENT:
             return True
         idle = [(held.used_at, model) for model, held in self.residents.items() if not held.in_flight]
         if not idle:
@@ -181,6 +180,21 @@ class Gateway:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     failed: set[str] = field(default_factory=set)
     """Nodes that did not answer; their breaker is open."""
+
+    def facts(
+        self, model: str, blocks: PrefixBlocks, tokens: int, excluded: tuple[str, ...], draw: Callable[[], float]
+    ) -> list[NodeFacts]:
+        """The facts about the nodes to consider for a request."""
+        names = self.table.nodes_for(model, draw)
+        cached = self.index.best(blocks, names)
+        found = []
+        for name in dict.fromkeys((*names, *cached)):
+            if (status := self.table.status(name, model)) is not None:
+                in_flight, load = self.table.in_flight(name, model), self.table.node_load(name)
+                known = tokens * cached.get(name, 0) // blocks.size_bytes
+                facts = NodeFacts.of(name, status, in_flight, load, known)
+                found.append(facts._replace(excluded="failed") if name in self.failed or name in excluded else facts)
+        return found
 
 
 class Simulation:
@@ -260,12 +274,7 @@ class Simulation:
         blocks = talk.blocks
         tokens = blocks.size_bytes // BYTES_PER_TOKEN
         began = time.thread_time()
-        facts = candidates(gateway.table, gateway.index, talk.model, blocks, tokens, self.chance.random)
-        if excluded or gateway.failed:
-            facts = [
-                item._replace(excluded="failed") if item.name in excluded or item.name in gateway.failed else item
-                for item in facts
-            ]
+        facts = gateway.facts(talk.model, blocks, tokens, excluded, self.chance.random)
         choice = choose(facts, NodeNeeds(tokens, NEEDS), self.chance.random)
         seconds = time.thread_time() - began
         if self.is_measured:
@@ -360,10 +369,9 @@ class Simulation:
         decision = rebalance(self.gateways[0].table, {}, state, self.now, self.gateways[0].failed)
         state = decision.state
         for copy in decision.copies:
-            free = [name for name in copy.nodes if self.nodes[name].has_room and copy.model not in self.nodes[name].residents]
-            refused = [name for name in copy.nodes if name not in free]
-            state = state.after_refusal(copy.model, refused, self.now)
-            if (name := cheapest(copy, [NodePlan(name) for name in free], {})) is not None:
+            plans = {name: {"result": "FREE"} for name in copy.nodes if self.nodes[name].has_room(copy.model)}
+            state = state.after_refusal(copy.model, set(copy.nodes) - plans.keys(), self.now)
+            if (name := cheapest(copy, plans, {})) is not None:
                 self._load(self.nodes[name], copy.model)
                 self.copies += 1
         self.at(REBALANCE_SECONDS, self.rebalance, state)
@@ -436,15 +444,15 @@ def main() -> int:
     each = world.considered / len(decisions)
     print(f"{nodes} nodes, {models} models, {GATEWAYS} gateways: {world.requests} requests in {MEASURED_SECONDS:.0f} s")
     print(f"decision: p50 {p50:.3f} ms, p99 {p99:.3f} ms, worst {max(decisions):.2f} ms, {each:.1f} nodes considered")
-    print(
-        f"requests in flight per node: mean {mean:.2f}, p1 {percentile(loads, 0.01):.2f}, p99 {high:.2f}, most {loads[-1]:.2f}"
-    )
+    low, most = loads[len(loads) // 100], loads[-1]
+    print(f"requests in flight per node: mean {mean:.2f}, p1 {low:.2f}, p99 {high:.2f}, most {most:.2f}")
     print(
         f"prompt tokens: {hits:.3f} of the possible hits; {world.hit_tokens / world.prompt_tokens:.3f} of all are hits"
     )
     ttft = world.ttft_seconds
     print(f"time to first token: p50 {percentile(ttft, 0.5):.2f} s, p99 {percentile(ttft, 0.99):.2f} s")
-    print(f"loads {world.loads}, copies by rebalancing {world.copies}, repeated {world.repeats}, without a node {world.waits}")
+    print(f"loads for requests {world.loads}, by rebalancing {world.copies}")
+    print(f"attempts repeated {world.repeats}, requests without a node {world.waits}")
     blocks = blocks_milliseconds()
     print(f"blocks of a prompt of 100 kB: p50 {percentile(blocks, 0.5):.3f} ms, p99 {percentile(blocks, 0.99):.3f} ms")
     print(f"simulated in {time.monotonic() - began:.0f} s")

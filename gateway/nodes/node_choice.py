@@ -21,10 +21,10 @@ MARGIN_SHARE = 0.1
 """Scores within MARGIN_SECONDS plus MARGIN_SHARE of the best one count as equally good."""
 
 LOAD_BOUND = 1.25
-"""The most load of a node, as a multiple of the mean, while another one has a free place (consistent hashing with
-bounded loads, https://arxiv.org/abs/1608.01350)."""
+LOAD_SLACK = 4.0
+"""The most load of a node, as a multiple of the mean and in requests above it, while another one has a free place
+(consistent hashing with bounded loads, https://arxiv.org/abs/1608.01350)."""
 
-SLACK=2.0
 ASSUMED_TOKENS_PER_SECOND = 2000.0
 ASSUMED_LOAD_SECONDS = 10.0
 """The prefill rate and the time to load while no node has measured one: cached tokens and loaded models count from the
@@ -38,7 +38,7 @@ class NodeFacts(NamedTuple):
     the model. `breaker_open_for` and `queue_full_for`: seconds until that is over. `fit_in`: seconds until the model
     may fit. `likely_failure`: a reason to use the node only if no other is left. `in_flight`: requests for the model
     there, those included that this gateway has sent since the last report; `parallel`: its places. `node_load`:
-    requests for all models there per place. `cached_tokens`: tokens of the prompt that are expected in a KV cache of
+    requests for all models there, per device. `cached_tokens`: tokens of the prompt that are expected in a KV cache of
     the node.
     """
 
@@ -168,19 +168,24 @@ def _preferred(usable: list[NodeFacts], needs: NodeNeeds) -> list[NodeFacts]:
     return sound or wide or usable
 
 
-def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
-    """`nodes` without the loaded ones that have much more load than the mean, while another one has a free place.
+def load_bound(mean: float) -> float:
+    """The load from which a node is busy, where the nodes have `mean` requests per device."""
+    return max(LOAD_BOUND * mean, mean + LOAD_SLACK)
 
-    A node with a free place for the request is never left out. The load of cold nodes is unknown: they compete by
-    their score only.
+
+def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
+    """`nodes` without those with much more load than the mean, while one with the model loaded has a free place.
+
+    The means are those of the nodes with the model loaded: of its requests per place, which does not leave out nodes
+    with a free place, and of the requests for all models.
     """
     loaded = [node for node in nodes if node.is_loaded]
     if all(node.load >= 1 for node in loaded):
         return nodes
     most = LOAD_BOUND * (sum(node.in_flight for node in loaded) + 1) / sum(max(1, node.parallel) for node in loaded)
     mean = sum(node.node_load for node in loaded) / len(loaded)
-    bound = max(LOAD_BOUND * mean, mean + SLACK)
-    return [node for node in nodes if not node.is_loaded or (node.load < 1 or node.load <= most) and node.node_load <= bound]
+    found = [node for node in nodes if (node.load < 1 or node.load <= most) and node.node_load <= load_bound(mean)]
+    return found if any(node.load < 1 and node.is_loaded for node in found) else nodes
 
 
 # --- score and pick ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from gateway.nodes.node_choice import NodeFacts
-from gateway.nodes.prefix_blocks import PrefixBlocks
-from gateway.nodes.prefix_index import PrefixIndex
 from inference.protocol import ModelState, ModelStatus
 
 MOST_LOADED = 16
@@ -114,9 +111,9 @@ class NodeTable:
         return 0 if entry is None or status is None else status.in_flight + status.queued + entry.sent.get(model, 0)
 
     def node_load(self, node: str) -> float:
-        """The requests for all models of `node`."""
+        """The requests for all models of `node`, per device on which it has loaded one so far."""
         entry = self._nodes.get(node)
-        return 0.0 if entry is None else entry.in_flight
+        return 0.0 if entry is None else entry.in_flight / max(1, len(entry.devices))
 
     def listed(self, model: str) -> Collection[str]:
         """The nodes that have the model."""
@@ -145,39 +142,12 @@ class _NodeModels:
         self.sent: dict[str, int] = {}
         """Requests by model that no report contains yet."""
         self.in_flight = 0
-        self.places = 0
+        self.devices: set[str] = set()
 
     def count(self, status: ModelStatus, sign: int) -> None:
         """Adds (1) or subtracts (-1) a model."""
         self.in_flight += sign * (status.in_flight + status.queued)
-        if status.state in PRESENT:
-            self.places += sign * status.parallel
-
-
-def candidates(
-    table: NodeTable,
-    index: PrefixIndex,
-    model: str,
-    blocks: PrefixBlocks | None,
-    prompt_tokens: int,
-    draw: Callable[[], float],
-    *,
-    first: bool = False,
-) -> list[NodeFacts]:
-    """The facts about the nodes to consider for a request, as far as the table and the index know them.
-
-    `blocks` are those of the prompt, of about `prompt_tokens`. `first`: the request has the highest priority.
-    """
-    names = table.nodes_for(model, draw)
-    cached = {} if blocks is None else index.best(blocks, names)
-    found: list[NodeFacts] = []
-    for name in dict.fromkeys((*names, *cached)):
-        if (status := table.status(name, model)) is None:
-            continue
-        tokens = 0 if blocks is None else prompt_tokens * cached.get(name, 0) // blocks.size_bytes
-        in_flight, load = table.in_flight(name, model), table.node_load(name)
-        found.append(NodeFacts.of(name, status, in_flight, load, tokens, first=first))
-    return found
+        self.devices.update(status.devices)
 
 
 class NameSet:

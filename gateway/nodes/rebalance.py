@@ -9,22 +9,23 @@ copy for load evicts nothing, so that copies do not displace each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Set
+from typing import Any, NamedTuple
 
+from gateway.nodes.node_choice import load_bound
 from gateway.nodes.node_table import NodeTable
+from gateway.nodes.plan_cost import plan_cost
 from inference.protocol import ModelState
 
 HOLD_SECONDS = 15.0
 """How long a need must last. Nodes that restart are back earlier."""
-REST_SECONDS = 30.0
+REST_SECONDS = 10.0
 """The shortest time between two copies of a model, so that the second is a decision about the effect of the first."""
-FULL = 0.75
-"""The share of its places from which a model gets another copy: above it, requests often wait, or leave the node with
-their prefix."""
-BUSY = 1.25
-"""A node is busy when it has more requests than this multiple of the mean, and BUSY_REQUESTS more than the mean."""
-BUSY_REQUESTS = 1.0
+REFUSED_SECONDS = 60.0
+"""How long a node without room for a model is not asked again."""
+FULL = 0.6
+"""The share of its places from which a model gets another copy: above it, a conversation often finds the node with its
+prefix full."""
 KEEP_SECONDS = 20.0
 """A kept copy that is idle for longer is used, so that its node does not unload it."""
 MOST_PLANS = 4
@@ -43,14 +44,6 @@ class Copy(NamedTuple):
     may_evict: bool
 
 
-class NodePlan(NamedTuple):
-    """What a node answers to `/memory/plan`: the models that it would unload, and the seconds to load."""
-
-    node: str
-    evicts: Collection[str] = ()
-    load_seconds: float | None = None
-
-
 class RebalanceState(NamedTuple):
     """What one decision leaves for the next: since when a model needs a copy, and when it may get the next one.
 
@@ -63,7 +56,7 @@ class RebalanceState(NamedTuple):
 
     def after_refusal(self, model: str, nodes: Iterable[str], now: float) -> RebalanceState:
         """The state after `nodes` had no room for `model`."""
-        return self._replace(refused={**self.refused, **{(model, node): now + 2 * REST_SECONDS for node in nodes}})
+        return self._replace(refused={**self.refused, **{(model, node): now + REFUSED_SECONDS for node in nodes}})
 
 
 class Rebalancing(NamedTuple):
@@ -104,16 +97,19 @@ def rebalance(
     return Rebalancing(RebalanceState(since, not_before, refused), tuple(copies), tuple(fleet.kept()))
 
 
-def cheapest(copy: Copy, plans: Iterable[NodePlan], protected: Mapping[str, Collection[str]]) -> str | None:
-    """The node that loads `copy` at the lowest cost: the fewest models evicted, then the shortest time.
+def cheapest(copy: Copy, plans: Mapping[str, Mapping[str, Any]], protected: Mapping[str, Set[str]]) -> str | None:
+    """The node that loads `copy` at the lowest cost, by the nodes' answers of `/memory/plan`; None if none has room.
 
-    `protected`: models by node that must not be evicted. None if no plan is possible.
+    `protected`: models by node that must not be evicted.
     """
-    possible = [
-        (len(plan.evicts), plan.load_seconds or 0.0, copy.nodes.index(plan.node), plan.node)
-        for plan in plans
-        if not plan.evicts or (copy.may_evict and protected.get(plan.node, frozenset()).isdisjoint(plan.evicts))
-    ]
+    possible = []
+    for place, node in enumerate(copy.nodes):
+        plan = plans.get(node, {})
+        evicted = plan.get("evict") or ()
+        if evicted and (not copy.may_evict or not protected.get(node, frozenset()).isdisjoint(evicted)):
+            continue
+        if (cost := plan_cost(plan, None)) is not None:
+            possible.append((cost, place, node))
     return min(possible)[-1] if possible else None
 
 
@@ -137,7 +133,7 @@ class _Fleet:
         self._unavailable = unavailable
         loads = [table.node_load(node) for node in table.nodes if node not in unavailable]
         self._mean_load = sum(loads) / len(loads) if loads else 0.0
-        self._busy = max(BUSY * self._mean_load, self._mean_load + BUSY_REQUESTS)
+        self._bound = load_bound(self._mean_load)
         self._kept_by_node = Counter(node for model in replicas for node in table.loaded(model))
 
     def _copies(self, model: str) -> list[str]:
@@ -157,14 +153,14 @@ class _Fleet:
             return None
         in_flight = sum(self._table.in_flight(node, model) for node in copies)
         places = sum(status.parallel for status in statuses)
-        if in_flight > FULL * places:
+        if in_flight > max(1, FULL * places):
             return f"its {len(copies)} nodes have {in_flight} requests for {places} places"
-        if in_flight and all(self._table.node_load(node) > self._busy for node in copies):
-            return f"its {len(copies)} nodes have more than {self._busy:.1f} requests, and the mean is {self._mean_load:.1f}"
+        if in_flight and all(self._table.node_load(node) > self._bound for node in copies):
+            return f"its {len(copies)} nodes have over {self._bound:.1f} requests; the mean is {self._mean_load:.1f}"
         return None
 
     def targets(self, model: str, is_missing: bool) -> list[str]:
-        """The nodes for another copy, the best first; for load only nodes with less load than the mean."""
+        """The nodes for another copy, the best first; for load only nodes without more load than the mean."""
         copies = set(self._table.loaded(model))
         found = []
         for node in self._table.listed(model):
@@ -174,7 +170,7 @@ class _Fleet:
             if status.state is not ModelState.COLD or status.fits is False:
                 continue
             load = self._table.node_load(node)
-            if is_missing or load < self._mean_load or not self._mean_load:
+            if is_missing or load <= self._mean_load:
                 found.append((self._kept_by_node[node], load, status.load_seconds or 0.0, node))
         return [node for *_, node in sorted(found)]
 

@@ -63,17 +63,17 @@ def test_a_request_considers_few_nodes() -> None:
 def test_requests_count_until_the_next_report() -> None:
     table = NodeTable()
     for model in "mn":
-        table.update_model("a", ModelStatus(model, READY, parallel=4, in_flight=1, queued=1))
+        table.update_model("a", ModelStatus(model, READY, devices=(f"gpu-{model}",), in_flight=1, queued=1))
     for node, model in [("a", "m"), ("a", "m"), ("a", "n"), ("a", "unknown"), ("unknown", "m")]:
         table.note_sent(node, model)
     assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.in_flight("b", "m")) == (4, 3, 0)
-    assert table.node_load("a") == 7 / 8
+    assert table.node_load("a") == 7 / 2
     status = table.status("a", "m")
     assert status is not None
     table.update_model("a", status)
-    assert (table.in_flight("a", "m"), table.node_load("a")) == (2, 5 / 8)
-    table.update("a", {"m": ModelStatus("m", READY, parallel=4, in_flight=4)})
-    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.node_load("a")) == (4, 0, 1.0)
+    assert (table.in_flight("a", "m"), table.node_load("a")) == (2, 5 / 2)
+    table.update("a", {"m": ModelStatus("m", READY, in_flight=4)})
+    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.node_load("a")) == (4, 0, 2.0)
 
 
 def test_every_name_of_a_set_is_drawn() -> None:

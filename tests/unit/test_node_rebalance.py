@@ -1,0 +1,131 @@
+"""When a model gets another copy, on which node, and which copies are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.nodes.node_table import NodeTable
+from gateway.nodes.rebalance import (
+    HOLD_SECONDS,
+    REFUSED_SECONDS,
+    REST_SECONDS,
+    Copy,
+    RebalanceState,
+    Rebalancing,
+    cheapest,
+    protected,
+    rebalance,
+)
+from inference.protocol import ModelState, ModelStatus
+
+COLD, LOADING, READY, FAILED = ModelState.COLD, ModelState.LOADING, ModelState.READY, ModelState.FAILED
+
+
+def table_of(states: Mapping[str, ModelState], in_flight: int = 0, parallel: int = 4) -> NodeTable:
+    """The model `m` on nodes with these states; each loaded one has `in_flight` requests."""
+    table = NodeTable()
+    for node, state in states.items():
+        requests = in_flight if state is READY else 0
+        table.update_model(node, ModelStatus("m", state, in_flight=requests, parallel=parallel))
+    return table
+
+
+def settled(table: NodeTable, replicas: Mapping[str, int], **more: set[str]) -> Rebalancing:
+    """The decision when the state of the nodes has lasted for long enough."""
+    first = rebalance(table, replicas, RebalanceState(), 0.0, **more)
+    assert first.copies == ()
+    return rebalance(table, replicas, first.state, HOLD_SECONDS, **more)
+
+
+def test_a_model_gets_the_configured_number_of_copies() -> None:
+    table = table_of({"a": READY, "b": COLD, "c": COLD, "d": FAILED})
+    found = settled(table, {"m": 2})
+    assert found.copies == (Copy("m", "it is loaded on 1 of 2 nodes", ("b", "c"), True),)
+    assert rebalance(table, {"m": 2}, found.state, HOLD_SECONDS + 1).copies == ()  # it begins to load
+    assert rebalance(table, {"m": 2}, found.state, HOLD_SECONDS + REST_SECONDS).copies == found.copies
+    assert settled(table_of({"a": READY, "b": LOADING}), {"m": 2}).copies == ()
+    assert settled(table_of({"a": READY, "b": READY}), {"m": 9}).copies == ()  # no other node has the model
+    assert settled(NodeTable(), {"m": 1}).copies == ()
+
+
+def test_copies_on_nodes_that_do_not_answer_are_replaced() -> None:
+    table = table_of({"a": READY, "b": READY, "c": COLD})
+    assert settled(table, {"m": 2}).copies == ()
+    assert [copy.nodes for copy in settled(table, {"m": 2}, unavailable={"a"}).copies] == [("c",)]
+    assert settled(table, {"m": 2}, unavailable={"a", "c"}).copies == ()
+
+
+def test_kept_models_are_spread() -> None:
+    table = table_of({"a": COLD, "b": COLD, "c": COLD})
+    for model in "xy":
+        table.update_model("a", ModelStatus(model, READY))
+    table.update_model("b", ModelStatus("x", READY))
+    table.update_model("c", ModelStatus("z", READY, in_flight=9))
+    assert settled(table, {"m": 1, "x": 2, "y": 1}).copies[0].nodes == ("c", "b", "a")
+    table.update_model("c", ModelStatus("m", COLD, fits=False))
+    assert settled(table, {"m": 1, "x": 2, "y": 1}).copies[0].nodes == ("b", "a")
+
+
+def test_a_model_whose_places_are_used_gets_a_copy_on_a_node_without_more_load() -> None:
+    (copy,) = settled(table_of({"a": READY, "b": COLD}, in_flight=3), {}).copies
+    assert copy == Copy("m", "its 1 nodes have 3 requests for 4 places", ("b",), False)
+    assert settled(table_of({"a": READY, "b": COLD}, in_flight=2), {}).copies == ()
+    assert settled(table_of({"a": READY, "b": COLD}, in_flight=1, parallel=1), {}).copies == ()
+    assert settled(table_of({"a": READY, "b": LOADING, "c": COLD}, in_flight=9), {}).copies == ()
+    table = table_of({"a": READY, "b": COLD}, in_flight=3)
+    table.update_model("b", ModelStatus("other", READY, in_flight=9, parallel=32))
+    assert settled(table, {}).copies == ()
+
+
+def test_a_model_on_busy_nodes_gets_a_copy_on_another() -> None:
+    table = table_of({"a": READY, "b": COLD}, in_flight=1)
+    table.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
+    (copy,) = settled(table, {}).copies
+    assert copy == Copy("m", "its 1 nodes have over 10.0 requests; the mean is 6.0", ("b",), False)
+    idle = table_of({"a": READY, "b": COLD})
+    idle.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
+    assert settled(idle, {}).copies == ()
+
+
+def test_a_need_that_ends_begins_anew() -> None:
+    table = table_of({"a": READY, "b": COLD}, in_flight=3)
+    state = rebalance(table, {}, RebalanceState(), 0.0).state
+    state = rebalance(table_of({"a": READY, "b": COLD}), {}, state, 5.0).state
+    state = rebalance(table, {}, state, 10.0).state
+    assert rebalance(table, {}, state, 10.0 + HOLD_SECONDS - 1).copies == ()
+    assert rebalance(table, {}, state, 10.0 + HOLD_SECONDS).copies != ()
+
+
+def test_a_node_without_room_is_not_asked_again_for_a_while() -> None:
+    table = table_of({"a": READY, "b": COLD, "c": COLD})
+    state = settled(table, {"m": 2}).state.after_refusal("m", ["b"], HOLD_SECONDS)
+    later = HOLD_SECONDS + REST_SECONDS
+    assert [copy.nodes for copy in rebalance(table, {"m": 2}, state, later).copies] == [("c",)]
+    later = HOLD_SECONDS + REFUSED_SECONDS
+    assert [copy.nodes for copy in rebalance(table, {"m": 2}, state, later).copies] == [("b", "c")]
+
+
+def test_the_cheapest_plan_that_evicts_no_kept_model_wins() -> None:
+    free, evicting = {"result": "FREE"}, {"result": "FULL", "evict": ["x"]}
+    copy = Copy("m", "", ("a", "b", "c"), True)
+    assert cheapest(copy, {"b": free, "c": free}, {}) == "b"
+    assert cheapest(copy, {"a": evicting, "c": free}, {}) == "c"
+    assert cheapest(copy, {"a": evicting, "b": evicting}, {"a": {"x"}, "b": {"y"}}) == "b"
+    assert cheapest(copy, {"a": evicting}, {"a": {"x"}}) is None
+    assert cheapest(copy, {"a": {"result": "NO_FIT"}}, {}) is None
+    assert cheapest(copy._replace(may_evict=False), {"a": evicting}, {}) is None
+
+
+def test_copies_that_are_not_superfluous_are_protected() -> None:
+    table = table_of({"a": READY, "b": READY, "c": COLD})
+    assert protected(table, {"m": 2}) == {"a": {"m"}, "b": {"m"}}
+    assert protected(table, {"m": 1}) == {}
+
+
+def test_kept_copies_are_used_before_their_node_unloads_them() -> None:
+    table = NodeTable()
+    for node, idle in (("a", 90.0), ("b", 30.0), ("c", 5.0), ("d", None)):
+        table.update_model(node, ModelStatus("m", READY, idle_seconds=idle))
+    table.update_model("e", ModelStatus("m", LOADING))
+    assert rebalance(table, {"m": 3}, RebalanceState(), 0.0).kept == (("m", "b"),)
+    assert rebalance(table, {"m": 1}, RebalanceState(), 0.0).kept == ()
