@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-ray lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
+.PHONY: help serve test test-ray lint types cover bench-engine bench-gateway bench-outage bench-planner bench-router bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -71,6 +71,9 @@ bench-outage: machine ## a minute without the inference service, and without a c
 
 bench-planner: machine ## how long one decision takes, 100 models on 8 devices and 1,000 on 64; QUICK=1 for fewer states
 	@exec $(RUN) benchmarks.planner
+
+bench-router: machine ## routing over nodes, simulated: 1,000 nodes, 10,000 models, three gateways; QUICK=1 for 200 nodes
+	@exec $(RUN) benchmarks.router_simulation
 
 bench-estimates: machine ## predicted against allocated bytes, architectures x contexts x KV types x layers x parallel; QUICK=1
 	@exec $(RUN) benchmarks.estimates
