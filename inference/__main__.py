@@ -42,7 +42,7 @@ def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
     overrides: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
     config = settings.load(config_dir(environ, arguments.config_dir), environ, overrides)
     host, port = config.settings.host, config.settings.port
-    lock = MachineLock.acquire(environ, {"pid": os.getpid(), "url": f"http://{host}:{port}"})
+    lock = MachineLock.acquire(environ, {"pid": os.getpid(), "url": f"{config.settings.scheme}://{host}:{port}"})
     try:
         with ports.listen(host, port) as sock, asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(app.serve(config, environ, overrides, sock))

@@ -50,6 +50,7 @@ from inference.errors import BrokenBuild, InferenceError
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.protocol import H_REQUEST_ID, Code, error_body
+from inference.service_tls import ServiceTls, service_tls
 from inference.settings import InferenceConfig
 from inference.worker_link import Timings
 from inference.workers import orphans
@@ -168,11 +169,16 @@ async def serve(
     running = Service(config, state, token, tracer=tracer)
     accelerator_record = AcceleratorRecord(state, Circumstances.now(config.settings.devices))
     cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
+    tls = service_tls(config.settings)
     drain_seconds = round(config.settings.drain_seconds + CUT_SECONDS)
-    server = QuietServer(
-        server_config(running.app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=drain_seconds)
+    listening = server_config(
+        running.app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=drain_seconds
     )
-    stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
+    if tls is not None:
+        listening.load()
+        listening.ssl = tls.context
+    server = QuietServer(listening)
+    stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides, tls))
     answering = asyncio.create_task(server.serve([sock]))
     lines = LogPublisher(running.authority.bus, asyncio.get_running_loop())
     logging.getLogger().addHandler(lines)
@@ -186,8 +192,8 @@ async def serve(
         else:
             host, port = sock.getsockname()[:2]
             log.info(
-                "the inference service listens on http://%s:%d (%d models; usable memory: %s)",
-                host, port, len(config.models), figures.usable(running.authority.state),
+                "the inference service listens on %s://%s:%d (%d models; usable memory: %s)",
+                config.settings.scheme, host, port, len(config.models), figures.usable(running.authority.state),
             )  # fmt: skip
         await answering
     finally:
@@ -265,13 +271,15 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
     return stopping
 
 
-def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) -> None:
-    """Reads files and environment (`.env` with them) again; on any error the old configuration stays."""
+def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any], tls: ServiceTls | None) -> None:
+    """Reads files, certificates and environment (`.env` with them) again; on any error the old configuration stays."""
     try:
         fresh = settings.load(config_dir, load_environ(), overrides)
         problems = settings.check_devices(fresh, len(running.authority.inventory.accelerators()))
         if problems:
             raise ConfigError(problems)
+        if tls is not None:
+            tls.reload()
     except ConfigError as error:
         log.error("reload failed; the old configuration stays in force")  # noqa: TRY400 - the next lines have the reason
         for problem in error.problems:

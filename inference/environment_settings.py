@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headgate.shared.configfile import Bytes, Duration
@@ -32,6 +40,9 @@ AT_START = frozenset(
         "node",
         "token",
         "admin_key",
+        "tls_certificate",
+        "tls_key",
+        "tls_client_ca",
         "backend",
         "devices",
         "max_body_mb",
@@ -117,6 +128,7 @@ FitPolicy = Annotated[
 SplitMode = Literal["layer", "row", "tensor"]
 """How a model on several accelerators is divided: by layers, or each matrix by its rows or by attention heads."""
 OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_empty_is_unset)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
 
 
@@ -137,6 +149,13 @@ class InferenceSettings(BaseSettings):
     token: str | None = Field(None, description="shared with the gateway; generated into the state directory if unset")
     admin_key: str | None = Field(
         None, min_length=1, description="key for requests that change something; default: the token"
+    )
+    tls_certificate: OptionalPath = Field(
+        None, description="certificate of the service (PEM, with its chain); unset: no TLS"
+    )
+    tls_key: OptionalPath = Field(None, description="its private key (PEM, without a password)")
+    tls_client_ca: OptionalPath = Field(
+        None, description="clients need a certificate of one of these authorities (PEM)"
     )
     models_dir: Path = Field(Path("models"), description="directory of relative GGUF paths")
     backend: Literal["llamacpp"] = "llamacpp"
@@ -229,9 +248,7 @@ class InferenceSettings(BaseSettings):
         0.9, gt=0, le=1, description="share of slots in use from which on idle sequences are saved ahead of need"
     )
     kv_prefetch: bool = Field(True, description="read sequences of waiting requests from disk")
-    kv_dir: Annotated[Path | None, BeforeValidator(_empty_is_unset)] = Field(
-        None, description="directory of stored sequences; default: kv in the state directory"
-    )
+    kv_dir: OptionalPath = Field(None, description="directory of stored sequences; default: kv in the state directory")
 
     @classmethod
     def settings_customise_sources(
@@ -250,6 +267,20 @@ class InferenceSettings(BaseSettings):
     def _can_be_shown(cls, value: str | None) -> str | None:
         if value is not None and not fits_a_header(value):
             raise ValueError(INVALID_KEY)
+        return value
+
+    @field_validator("tls_key")
+    @classmethod
+    def _belongs_to_a_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if (value is None) != (info.data.get("tls_certificate") is None):
+            raise ValueError("INFERENCE_TLS_CERTIFICATE and INFERENCE_TLS_KEY belong together; set both or none")
+        return value
+
+    @field_validator("tls_client_ca")
+    @classmethod
+    def _needs_a_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("tls_certificate") is None:
+            raise ValueError("needs INFERENCE_TLS_CERTIFICATE and INFERENCE_TLS_KEY")
         return value
 
     @field_validator("devices")
@@ -271,6 +302,11 @@ class InferenceSettings(BaseSettings):
         if levels != sorted(levels):
             raise ValueError("the pressure levels must rise: MODERATE <= HIGH <= CRITICAL <= EMERGENCY")
         return self
+
+    @property
+    def scheme(self) -> str:
+        """`https` with a certificate, else `http`."""
+        return "http" if self.tls_certificate is None else "https"
 
     @property
     def simulated_bytes(self) -> tuple[int, ...]:

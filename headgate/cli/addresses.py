@@ -131,7 +131,8 @@ def inference_url(session: Session) -> str:
     """The URL of the inference service."""
     if _any_set(session, *_INFERENCE):
         port = check_port(session.environ.get("INFERENCE_PORT") or str(INFERENCE_PORT))
-        return url_of(session.environ.get("INFERENCE_HOST", ""), port)
+        url = url_of(session.environ.get("INFERENCE_HOST", ""), port)
+        return url.replace("http:", "https:", 1) if session.environ.get("INFERENCE_TLS_CERTIFICATE") else url
     if not _any_set(session, "GATEWAY_INFERENCE__URL") and (record := Record.read(session.state)):
         return record.inference_url
     return _settings(session).inference.url
@@ -219,10 +220,10 @@ def inference(session: Session, url: str | None = None, node: str = "") -> Api:
         (f"inference service of {node}", "headgate inference") if node else ("inference service", "headgate up")
     )
     found = inference_url(session) if url is None else url
-    return Api(name, found, token, hint, _tls(session) if found.startswith("https:") else None)
+    return Api(name, found, token, hint, inference_tls(session) if found.startswith("https:") else None)
 
 
-def _tls(session: Session) -> ssl.SSLContext:
+def inference_tls(session: Session) -> ssl.SSLContext:
     """The context for `inference.tls`. Raises HeadgateError for files that cannot be used."""
     files = _settings(session).inference.tls
     try:

@@ -43,14 +43,17 @@ def _health_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def health(session: Session) -> int:
-    """Exits with 0 when a GET of the URL answers 200."""
+    """Exits with 0 when a GET of the URL answers 200. Certificates are those of `inference.tls`."""
     import urllib.error  # the services do not need it
     import urllib.request
+
+    from headgate.cli.addresses import inference_tls
 
     url = session.args.url
     if not url.startswith(("http://", "https://")):
         raise HeadgateError(f"{url!r} is not an http address")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy between
+    secure = [urllib.request.HTTPSHandler(context=inference_tls(session))] if url.startswith("https:") else []
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secure)  # without a proxy between
     try:
         with opener.open(url, timeout=session.args.timeout) as answer:
             status = answer.status

@@ -76,6 +76,11 @@ def make_plan(args: argparse.Namespace, directory: Path, environ: Mapping[str, s
     for name, port in ("--port", gateway.port), ("--inference-port", inference.settings.port):
         if port == 0:
             raise HeadgateError(f"{name} 0 would be another port at every restart; choose one from 1 to 65535")
+    if inference.settings.tls_certificate is not None:
+        raise HeadgateError(
+            "`headgate up` connects its two services on this machine without TLS; unset INFERENCE_TLS_CERTIFICATE, "
+            "or run `headgate inference` and `headgate gateway` with `inference.url: https://...`"
+        )
     if (gateway.host, gateway.port) == (inference.settings.host, inference.settings.port):
         raise HeadgateError(
             f"gateway and inference service cannot both listen on port {gateway.port}; "

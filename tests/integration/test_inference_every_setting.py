@@ -183,6 +183,16 @@ async def _admin_key(bench: Bench) -> None:
     assert (await ask(service.app, "POST", "/models/a/unload", key="admin")).status == 200
 
 
+@shows("TLS_CERTIFICATE", "TLS_KEY", "TLS_CLIENT_CA")
+async def _tls(bench: Bench) -> None:
+    """`test_inference_tls.py` tests connections."""
+    for name in ("TLS_KEY", "TLS_CLIENT_CA"):
+        with pytest.raises(ConfigError, match=f"INFERENCE_{name}"):
+            bench.configured(**{name: "file.pem"})
+    settings = bench.configured(TLS_CERTIFICATE="c.pem", TLS_KEY="k.pem", TLS_CLIENT_CA="ca.pem").settings
+    assert (settings.scheme, settings.tls_client_ca) == ("https", Path("ca.pem"))
+
+
 @shows("MODELS_DIR")
 async def _base_directory(bench: Bench) -> None:
     (bench.directory / "here").mkdir()
