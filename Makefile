@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-ray lint types cover bench-engine bench-gateway bench-outage bench-planner bench-router bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-speculation bench-kv bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
+.PHONY: help serve test test-ray lint types cover bench-engine bench-gateway bench-outage bench-planner bench-router bench-estimates bench-switching bench-colocation bench-turns bench-replicas bench-fleet bench-speculation bench-kv bench-schema gpu-check chaos chaos-fleet fuzz soak resume-proof lock schema reference clean ready machine
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -90,6 +90,9 @@ bench-turns: machine ## two models with memory for one, under load that never pa
 bench-replicas: machine ## one and two replicas of a model on two paced devices: ROUNDS=5 PACE=0.06; QUICK=1
 	@exec $(RUN) benchmarks.replicas
 
+bench-fleet: machine ## one and four nodes, what shared state costs, prefixes over nodes: PARTS=throughput,shared,prefix; QUICK=1
+	@exec $(RUN) benchmarks.fleet
+
 bench-speculation: machine ## answers with and without proposed tokens: SOURCE=ngram|draft MODELS=135m STREAMS=1,8,32 THREADS=1
 	@exec $(RUN) benchmarks.speculation
 
@@ -104,6 +107,10 @@ gpu-check: machine ## on a real NVIDIA GPU, in ten minutes: PARTS=bytes,growth,e
 
 chaos: machine ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 MINUTES=60 PLANTS=all|none
 	@exec $(RUN) tests.chaos --events $(or $(EVENTS),1000) --seed $(or $(SEED),1) --gap $(or $(GAP),1.2) \
+	    --minutes $(or $(MINUTES),60) --plants $(or $(PLANTS),all) $(ARGS)
+
+chaos-fleet: machine ## faults of gateways, nodes, their links and the Redis server under load: EVENTS=500 SEED=1 PLANTS=all|none
+	@exec $(RUN) tests.fleet --events $(or $(EVENTS),500) --seed $(or $(SEED),1) --gap $(or $(GAP),1.2) \
 	    --minutes $(or $(MINUTES),60) --plants $(or $(PLANTS),all) $(ARGS)
 
 fuzz: machine ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation

@@ -168,16 +168,25 @@ class Service:
         """Everything printed so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
-    def start(self, *, wait_for: str = "/livez", seconds: float = START_DEADLINE_SECONDS) -> Service:
-        """Starts the program and returns once GET `wait_for` answers 200; AssertionError with its log otherwise."""
+    def spawn(self) -> Service:
+        """Starts the program."""
         with self.log_path.open("ab") as out:
             self._process = subprocess.Popen(
                 list(self.argv), env=dict(self.env), cwd=self.root, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
+        return self
+
+    def exit_status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.poll()
+
+    def start(self, *, wait_for: str = "/livez", seconds: float = START_DEADLINE_SECONDS) -> Service:
+        """Starts the program and returns once GET `wait_for` answers 200; AssertionError with its log otherwise."""
+        self.spawn()
 
         def answered() -> bool:
-            assert self._process is not None
-            if (status := self._process.poll()) is not None:
+            if (status := self.exit_status()) is not None:
                 raise AssertionError(f"{self.name} ended with status {status} at start:\n{self.log}")
             return http_status(self.url + wait_for) == 200
 
