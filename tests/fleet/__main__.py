@@ -85,7 +85,10 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     )
     for name in ("kinds", "ends", "nodes", "codes", "admitted", "recovery_seconds"):
         yield f"  {name}: {', '.join(f'{key} {value}' for key, value in result[name].items())}"
-    yield f"  probes at once: {result['probes_at_once']}; checks of ledgers: {result['looks']}"
+    yield (
+        f"  probes at once: {result['probes_at_once']}; answers at the start of a fault of "
+        f"their node: {result['struck']}; checks of ledgers: {result['looks']}"
+    )
     for one in result["violations"][:40]:
         yield f"  VIOLATION at {one['at']:.1f} s: {one['promise']}: {one['seen']}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import re
 import signal
 from collections import Counter
@@ -45,6 +46,7 @@ STORE_SECONDS = 20.0
 AFTERMATH_SECONDS = 3.0
 """Time after a fault in which a request that ran during it may fail."""
 SKEW_SECONDS = 30.0
+OCCUPY_SECONDS = 1.0
 HELD_SECONDS = 0.4
 """Duration of a failing request: long enough for others to overlap."""
 OBSERVED_SECONDS = 4.0
@@ -67,6 +69,8 @@ class Injector:
     probes_at_once: list[int] = field(default_factory=list)
     admitted: dict[str, list[int]] = field(default_factory=lambda: {"with": [], "without": []})
     recovery_seconds: list[float] = field(default_factory=list)
+    struck: int = 0
+    """Answers of nodes at the moment at which a fault of the node began."""
 
     def __post_init__(self) -> None:
         self._nodes = {name: asyncio.Lock() for name in self.fleet.nodes}
@@ -128,7 +132,9 @@ class Injector:
     async def _troubled(self, name: str, gateways: Sequence[int] | None = None) -> AsyncIterator[None]:
         """Answers of this node may break during this, at these gateways; it ends when all use the node again."""
         async with self._room, self._nodes[name]:
+            await self._occupy(name, gateways or range(len(self.fleet.gateways)))
             start = self.clock()
+            self.struck += sum(one.node == name for one in self.load.open.values())
             try:
                 yield
                 healed = self.clock()
@@ -138,6 +144,14 @@ class Injector:
                 end = self.clock() + AFTERMATH_SECONDS
                 for number in gateways or (None,):
                     self.facts.troubles.append(Trouble(name, start, end, number))
+
+    async def _occupy(self, name: str, gateways: Sequence[int]) -> None:
+        """Returns when the node answers something for one of these gateways, or soon after."""
+        prompts = range(len(self.load.prompts))
+        asked = [self.load.start(number, prompt) for number in gateways for prompt in random.sample(prompts, 2)]
+        with contextlib.suppress(TimeoutError):
+            answers = lambda: any(one.node == name and one.end is None for one in asked)  # noqa: E731
+            await until(f"{name} answers", answers, OCCUPY_SECONDS, every=0.01)
 
     async def _is_used(self, name: str) -> None:
         async def used() -> bool:

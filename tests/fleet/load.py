@@ -109,10 +109,24 @@ class Load:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
+    def start(self, gateway: int, prompt: int, *, stream: bool = True) -> Outcome:
+        """Sends one request concurrently; the outcome is filled as the answer arrives."""
+        outcome = self._new(gateway, prompt, stream)
+        task = asyncio.create_task(self._run(outcome))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return outcome
+
     async def ask(self, gateway: int, prompt: int, *, stream: bool = True) -> Outcome:
         """Sends a request and returns how it ended."""
+        return await self._run(self._new(gateway, prompt, stream))
+
+    def _new(self, gateway: int, prompt: int, stream: bool) -> Outcome:
         outcome = Outcome(f"fleet-{self._seed}-{next(self._numbers)}", gateway, prompt, stream, self._clock())
         self.open[outcome.id] = outcome
+        return outcome
+
+    async def _run(self, outcome: Outcome) -> Outcome:
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await self._ask(outcome)

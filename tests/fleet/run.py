@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Results:
     admitted: dict[str, list[int]] = field(default_factory=dict)
     recovery_seconds: list[float] = field(default_factory=list)
     answers_by_node: dict[str, int] = field(default_factory=dict)
+    struck: int = 0
     looks: int = 0
 
 
@@ -97,7 +98,7 @@ async def _run(fleet: Fleet, results: Results) -> None:
         results.outcomes = [*load.outcomes, *load.open.values()]
     results.done, results.probes_at_once, results.admitted = injector.done, injector.probes_at_once, injector.admitted
     results.recovery_seconds, results.looks = injector.recovery_seconds, settling.looks
-    results.answers_by_node = settling.answers_by_node
+    results.answers_by_node, results.struck = settling.answers_by_node, injector.struck
     results.violations = [
         *judge.violations(results.outcomes, facts), *injector.violations, *settling.violations,
     ]  # fmt: skip
@@ -157,15 +158,15 @@ def summary(results: Results) -> dict[str, Any]:
             "p50": round(percentile(recovery, 0.5), 2) if recovery else None,
             "max": round(max(recovery, default=0.0), 2),
         },
+        "struck": results.struck,
         "looks": results.looks,
         "violations": [asdict(one) for one in results.violations],
     }
 
 
-def bars(result: dict[str, Any], events: int) -> list[Bar]:
+def bars(result: dict[str, Any], events: int) -> Iterator[Bar]:
     """The promises of the suite; `events` is the required number."""
-    return [
-        Bar("fleet_events", result["events"], "events", ">=", events),
-        Bar("fleet_probes_at_once", max(result["probes_at_once"], default=math.nan), "probes", "<=", 1),
-        Bar("fleet_violations", len(result["violations"]), "violations", "<=", 0),
-    ]
+    yield Bar("fleet_events", result["events"], "events", ">=", events)
+    if result["probes_at_once"]:
+        yield Bar("fleet_probes_at_once", max(result["probes_at_once"]), "probes", "<=", 1)
+    yield Bar("fleet_violations", len(result["violations"]), "violations", "<=", 0)
