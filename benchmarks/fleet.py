@@ -46,8 +46,8 @@ NODES, PARALLEL = 4, 4
 CLIENTS = 2 * NODES * PARALLEL
 TURNS, ANSWER_TOKENS = 3, (8, 24)
 LONG_TURNS, LONG_ANSWER_TOKENS = 20, 8
-CONVERSATIONS = 12
-"""At once, in the part `prefix`: more than one node has slots."""
+CONVERSATIONS = 8
+"""At once, in the part `prefix`: twice the slots of one node, half of those of four."""
 TIMEOUT_SECONDS = 300.0
 LEAST_SPEEDUP, MOST_ADDED_MS, LEAST_HITS = 3.5, 0.15, 0.9
 ALONE, SHARED, LIMITED, SHARED_LIMITED = "alone", "shared", "limits", "shared limits"

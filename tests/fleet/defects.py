@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from tests.fleet import judge
 from tests.fleet.plan import Kind
 
-PLANTS: Mapping[str, Callable[[], None]] = {}
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute that exists."""
+    assert hasattr(owner, name), f"{owner} has no {name} any more"
+    setattr(owner, name, value)
+
+
+def unclaimed_probe() -> None:
+    """A gateway probes an open breaker without the claim that keeps others from it."""
+    from gateway.shared_state import breaker_sync
+
+    async def claim(self: breaker_sync.BreakerSync, _keys: Sequence[tuple[str, str]]) -> Any:
+        return breaker_sync._Claim(self, {})
+
+    _replace(breaker_sync.BreakerSync, "claim", claim)
+
+
+def no_resume() -> None:
+    """An answer of a node that ends is not continued on another one."""
+    from gateway.routing import resume_policy
+
+    _replace(resume_policy, "MAX_RESUMES", 0)
+
+
+PLANTS: Mapping[str, Callable[[], None]] = {"unclaimed_probe": unclaimed_probe, "no_resume": no_resume}
 """By name."""
 
-PROMISES: Mapping[str, str] = {}
+PROMISES: Mapping[str, str] = {"unclaimed_probe": judge.ONE_PROBE, "no_resume": judge.NOT_LOST}
 """The promise whose violation the suite must report for each defect."""
 
-REVEALED_BY: Mapping[str, Kind] = {}
+REVEALED_BY: Mapping[str, Kind] = {"unclaimed_probe": Kind.HALF_OPEN, "no_resume": Kind.NODE_KILL}
 """The faults that reveal each defect."""
