@@ -53,6 +53,8 @@ class Breaker:
         self.name = f"{provider}/{model}" if model else provider
         self.last_failure: str | None = None
         self.last_probe: str | None = None
+        self.is_answered = False
+        """Whether the provider answered in the last failure. If not, perhaps only this gateway cannot reach it."""
         self.needs_memory = False
         """Whether the last failure was a refusal of memory by the inference service."""
         self.source: str | None = None
@@ -209,6 +211,7 @@ class Breaker:
         if not self._counts(permit):
             return
         self.last_failure, self.needs_memory, self.source = reason, failure.needs_memory, source
+        self.is_answered = failure.reached
         permits.release_probe(permit)
         if not failure.broke or permits.is_new_event(permit, now):
             self._record_failure(permit, failure, now)
@@ -270,6 +273,7 @@ class Breaker:
                 self._machine.close()
             return
         self.last_failure, self.needs_memory, self.source = reason, needs_memory, FLEET
+        self.is_answered = True
         if self.state is OPEN:
             self.storage.open_until = open_until
         else:

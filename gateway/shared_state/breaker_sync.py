@@ -1,7 +1,8 @@
 """Shares the breakers of this gateway: open periods and recoveries, and the one probe of each open breaker.
 
 Each gateway reads its own copy of the state (`BreakerFile`), so a closed breaker costs no round trip. Changes are sent
-in the background with the time at which they happened; the newest one counts. Failure counters are not shared.
+in the background with the time at which they happened; the newest one counts. Failure counters are not shared, and
+neither are openings because an inference service could not be reached: that may concern this gateway only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pybreaker
 from gateway.apis.lenient_json import dumps, loads
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import Breakers
-from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS
+from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS, is_local
 from gateway.breaker.probe_claims import Claim, ClaimRefused
 from gateway.errors import StoreLostError
 from gateway.shared_state.scripts import BREAKERS, CHANNEL, FORGET_SECONDS, VERSION, probe_key
@@ -106,8 +107,10 @@ class BreakerSync:
         ends = (open_until, None if known is None else known.open_until)
         if all(end is not None and end <= self._state.server_time() for end in ends):
             return  # the others know that its period is over
-        self._known[key] = entry
         breaker = self._breakers.by_model(key[0]).get(key[1])
+        if open_until is not None and is_local(key[0]) and (breaker is None or not breaker.is_answered):
+            return  # other gateways may reach the inference service: each has its own probes and events of it
+        self._known[key] = entry
         reason = "" if breaker is None else (breaker.last_failure or "")[:REASON_CHARACTERS]
         text = _text({
             "at": entry.at, "open_until": open_until, "reason": reason,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.breaker.breakers import Lease
-from gateway.breaker.outcome import Ignore, Reason, Success
+from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.breaker.permits import BreakerState, Rule
 from gateway.shared_state import breaker_sync
 from gateway.shared_state.scripts import GATEWAYS
@@ -47,6 +47,24 @@ async def test_open_period_and_recovery_reach_the_other_gateways(server: RedisSe
         probe.settle(Success())
         await until(lambda: one.is_state(CLOSED), 1)
         assert one.breakers.breaker("p", "m").describe()["ramp"] is not None, "the recovery ramps up here as well"
+
+
+async def test_gateway_that_cannot_reach_a_service_does_not_keep_others_from_it(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """Openings are shared if the service answered with a failure, and those of other providers always are."""
+    lost = Failure(Scope.PAIR)
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        for provider, model, failure in (("local", "lost", lost), ("local", "failing", PAIR), ("p", "lost", lost)):
+            for _ in range(2):
+                lease = await one.acquire(model, provider=provider)
+                assert lease is not None
+                lease.settle(failure, "it failed")
+        await until(lambda: two.is_state(OPEN, "lost"), 1)
+        states = {name: breaker.state for name, breaker in two.breakers.by_model("local").items()}
+        assert states.get("lost", CLOSED) is CLOSED
+        assert states["failing"] is OPEN
+        assert one.breakers.by_model("local")["lost"].state is OPEN
 
 
 async def test_gateway_that_starts_takes_over_open_breakers(server: RedisServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,23 @@ def unclaimed_probe() -> None:
     _replace(breaker_sync.BreakerSync, "claim", claim)
 
 
+def undivided_limits() -> None:
+    """A gateway that has lost the store admits the whole limit of a key."""
+    from gateway.access import shared_limits
+
+    assert hasattr(shared_limits, "share_of")
+    for module in _using(shared_limits.share_of):
+        _replace(module, "share_of", lambda limits, _gateways: limits)
+
+
+def _using(function: Any) -> list[Any]:
+    """The modules that have imported a function, or define it."""
+    from gateway import app
+
+    assert app
+    return [module for module in list(sys.modules.values()) if getattr(module, function.__name__, None) is function]
+
+
 def no_resume() -> None:
     """An answer of a node that ends is not continued on another one."""
     from gateway.routing import resume_policy
@@ -32,11 +50,23 @@ def no_resume() -> None:
     _replace(resume_policy, "MAX_RESUMES", 0)
 
 
-PLANTS: Mapping[str, Callable[[], None]] = {"unclaimed_probe": unclaimed_probe, "no_resume": no_resume}
+PLANTS: Mapping[str, Callable[[], None]] = {
+    "unclaimed_probe": unclaimed_probe,
+    "undivided_limits": undivided_limits,
+    "no_resume": no_resume,
+}
 """By name."""
 
-PROMISES: Mapping[str, str] = {"unclaimed_probe": judge.ONE_PROBE, "no_resume": judge.NOT_LOST}
+PROMISES: Mapping[str, str] = {
+    "unclaimed_probe": judge.ONE_PROBE,
+    "undivided_limits": judge.LIMITED,
+    "no_resume": judge.NOT_LOST,
+}
 """The promise whose violation the suite must report for each defect."""
 
-REVEALED_BY: Mapping[str, Kind] = {"unclaimed_probe": Kind.HALF_OPEN, "no_resume": Kind.NODE_KILL}
+REVEALED_BY: Mapping[str, Kind] = {
+    "unclaimed_probe": Kind.HALF_OPEN,
+    "undivided_limits": Kind.LIMITS_ALONE,
+    "no_resume": Kind.NODE_KILL,
+}
 """The faults that reveal each defect."""

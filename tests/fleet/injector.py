@@ -237,7 +237,7 @@ class Injector:
         await self._gateway_restarted(event.gateways[0])
 
     async def _gateway_restarted(self, number: int) -> None:
-        """A gateway that is told to end answers what it has."""
+        """A gateway that ends after SIGTERM answers what it has."""
         async with self._gateways[number]:
             start = self.clock()
             await self.fleet.stop(self.fleet.gateways[number].service, signal.SIGTERM)

@@ -24,7 +24,7 @@ SURE = 0.5
 """Difference of log probabilities; ten times what the batch changes in the demo model."""
 _QUESTIONS = (
     "What is a mill?", "Tell me about water.", "How does a gate work?", "Hello!", "Name three rivers.",
-    "What is the sun?", "Who are you?", "What is a bridge?", "Tell me a story.", "How do birds fly?",
+    "What is the sun?", "What are you?", "What is a bridge?", "Tell me a story.", "How do birds fly?",
     "What is bread?", "Why is the sky blue?", "What is a lock?", "Say something nice.", "What is a tree?",
     "How does rain begin?",
 )  # fmt: skip
@@ -59,7 +59,7 @@ async def references(fleet: Fleet, node: str) -> tuple[Reference, ...]:
 
 
 def body(question: str, tokens: int, **more: Any) -> dict[str, Any]:
-    """A greedy request whose answer has so many tokens."""
+    """A greedy request whose answer has this number of tokens."""
     return {
         "model": MODEL, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": tokens,
         "ignore_eos": True, **more,

@@ -1,4 +1,4 @@
-"""The plan is reproducible, the links do what they are told, and every kind of broken promise is detected."""
+"""The plan is reproducible, links can be broken, and every kind of broken promise is detected."""
 
 from __future__ import annotations
 

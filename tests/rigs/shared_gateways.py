@@ -62,9 +62,9 @@ class SharedGateway:
         breaker = self.breakers.by_model("p").get(model)
         return (BreakerState.CLOSED if breaker is None else breaker.state) is state
 
-    async def acquire(self, model: str = "m", expires_in: float = 60.0) -> Lease | None:
+    async def acquire(self, model: str = "m", expires_in: float = 60.0, provider: str = "p") -> Lease | None:
         """A lease of the pair, or None when it was refused."""
-        found = await self.breakers.acquire_claimed("p", model, self.clock() + expires_in)
+        found = await self.breakers.acquire_claimed(provider, model, self.clock() + expires_in)
         return found if isinstance(found, Lease) else None
 
     async def open(self, model: str = "m") -> None:
