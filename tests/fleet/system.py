@@ -111,6 +111,7 @@ class Fleet:
         self.root = root
         self.models = models
         self._inference_env = inference_env or {}
+        self._ports: set[int] = set()
         self._settings = settings or {}
         self._plants = ",".join(plants) or "none"
         self.nodes = {f"node-{number}": self._node(number, pace_seconds) for number in range(1, nodes + 1)}
@@ -119,6 +120,13 @@ class Fleet:
         self._http = httpx2.AsyncClient(timeout=10.0)
 
     # --- processes -----------------------------------------------------------------------------------------------
+    def _port(self) -> int:
+        """A free port that no other service of this fleet has."""
+        while (port := free_port()) in self._ports:
+            pass
+        self._ports.add(port)
+        return port
+
     def _env(self, root: Path, extra: Mapping[str, str]) -> dict[str, str]:
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return private_env(root, {"PYTHONPATH": path, child_process.PARENT_ENV: str(os.getpid()), **extra})
@@ -131,7 +139,7 @@ class Fleet:
         (config / "models.yaml").write_text(json.dumps({"models": self.models}))
         named = {"INFERENCE_NODE": name, child_process.PARENT_ENV: str(os.getpid())}
         env = {**INFERENCE_ENV, **self._inference_env, **named}
-        service = inference_service(root, config, env)
+        service = inference_service(root, config, env, self._port())
         service.name = name
         return Node(name, service, pace_seconds)
 
@@ -144,7 +152,7 @@ class Fleet:
     def _redis(self) -> Service:
         root = self.root / "store"
         (root / "data").mkdir(parents=True)
-        program, port = redis_server(), free_port()
+        program, port = redis_server(), self._port()
         assert program is not None, "no redis-server"
         argv = [
             program, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", PASSWORD, "--dir", str(root / "data"),
@@ -155,18 +163,16 @@ class Fleet:
     def _gateway(self, number: int) -> Gateway:
         root = self.root / f"gateway-{number}"
         (root / "config").mkdir(parents=True)
-        clock, port = root / "clock", free_port()
+        clock, port = root / "clock", self._port()
         write_clock(clock, 0.0)
         argv = [
             sys.executable, "-m", "tests.fleet.launcher", self._plants, "gateway",
             "--config-dir", str(root / "config"), "--port", str(port),
         ]  # fmt: skip
         env = self._env(root, {CLOCK_ENV: str(clock), "INFERENCE_TOKEN": TOKEN})
-        links = {name: Link(node.service.port, free_port()) for name, node in self.nodes.items()}
-        store_link = Link(self._store.port if self._store else 0, free_port())
-        gateway = Gateway(number, Service(argv, env, root, port, f"gateway-{number}"), links, store_link, clock)
-        (root / "config" / "gateway.yaml").write_text(json.dumps(self._configuration(gateway)))
-        return gateway
+        links = {name: Link(node.service.port) for name, node in self.nodes.items()}
+        store_link = Link(self._store.port if self._store else 0)
+        return Gateway(number, Service(argv, env, root, port, f"gateway-{number}"), links, store_link, clock)
 
     def _configuration(self, gateway: Gateway) -> dict[str, Any]:
         limited = [
@@ -195,6 +201,8 @@ class Fleet:
             for gateway in self.gateways:
                 for link in (*gateway.links.values(), gateway.store_link):
                     await link.start()
+                text = json.dumps(self._configuration(gateway))
+                (gateway.service.root / "config" / "gateway.yaml").write_text(text)
             if self._store:
                 await self.start_store()
             await asyncio.gather(*(self.start_node(name) for name in self.nodes))

@@ -35,15 +35,15 @@ _WORST = (LinkState.CUT, LinkState.SILENT, LinkState.OPEN)
 
 
 class Link:
-    """Passes connections from `port` to `target` on, each piece after `delay` seconds.
+    """Passes connections from `port` (known after `start`) to `target` on, each piece after `delay` seconds.
 
     `failing`: beginnings of HTTP requests that get an error of the inference service after `hold` seconds instead of
     being passed on; `failed` has the times of each. Pipelined requests are not supported.
     """
 
-    def __init__(self, target: int, port: int = 0) -> None:
+    def __init__(self, target: int) -> None:
         self._target = target
-        self.port = port
+        self.port = 0
         self.delay = 0.0
         self.failing: tuple[bytes, ...] = ()
         self.hold = 0.0
@@ -56,7 +56,7 @@ class Link:
 
     async def start(self) -> Link:
         """Returns when it listens."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

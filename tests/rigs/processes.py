@@ -230,9 +230,11 @@ class Service:
         self._process.wait(10)
 
 
-def inference_service(root: Path, config_dir: Path, env: Mapping[str, str] | None = None) -> Service:
+def inference_service(
+    root: Path, config_dir: Path, env: Mapping[str, str] | None = None, port: int | None = None
+) -> Service:
     """An inference service on a free port with private state below `root`; not started yet."""
-    port = free_port()
+    port = port or free_port()
     argv = [sys.executable, "-m", "inference", "--config-dir", str(config_dir), "--port", str(port)]
     return Service(argv, private_env(root, env), root, port, "inference")
 
