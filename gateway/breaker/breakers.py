@@ -168,6 +168,8 @@ class Breakers:
         self._on_state = on_state
         self._store = BreakerStore() if store is None else store
         self._breakers: dict[tuple[str, str], Breaker] = {}
+        self._by_provider: dict[str, dict[str, Breaker]] = {}
+        """The same breakers by provider and model."""
         self.generation = 0
         """The number of replaced providers. A request keeps the number it began with and gives it to `acquire`."""
         self._replaced: dict[str, int] = {}
@@ -195,6 +197,7 @@ class Breakers:
                 self._make_room()
             storage = self._store.storage(provider, model)
             breaker = self._breakers[key] = Breaker(provider, model, self._rule, self.clock, self._on_state, storage)
+            self._by_provider.setdefault(provider, {})[model] = breaker
             self._on_state(provider, model, breaker.state)
         return breaker
 
@@ -217,6 +220,7 @@ class Breakers:
     def _remove(self, keys: Iterable[tuple[str, str]]) -> None:
         for key in keys:
             self._breakers.pop(key).retire()
+            del self._by_provider[key[0]][key[1]]
             self._store.discard(*key)
             self._on_state(*key, None)
 
@@ -288,7 +292,7 @@ class Breakers:
 
     def by_model(self, provider: str) -> Mapping[str, Breaker]:
         """The breakers of a provider by model; the provider's own breaker has the empty name."""
-        return {model: breaker for (name, model), breaker in self._breakers.items() if name == provider}
+        return self._by_provider.get(provider, {})
 
     def reset(self, name: str) -> bool:
         """Close the breaker with this name; False when there is none."""

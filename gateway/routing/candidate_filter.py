@@ -85,18 +85,24 @@ class CandidateFilter:
     def facts(self, candidate: Candidate) -> Facts:
         """The current facts about `candidate`."""
         gateway, request, model = self._gateway, self._request, candidate.model
-        provider = gateway.provider_of(candidate)
-        is_present = provider is not None or candidate.is_local
+        breakers, key = gateway.breakers, candidate.provider_key
+        is_settled = gateway.fleet_view is None or candidate.node or not candidate.is_local
         if candidate.is_rule:
-            return self._facts_of_rule(gateway.open_for(candidate, ""))
+            return self._facts_of_rule(breakers.open_for(key, "") if is_settled else gateway.open_for(candidate, ""))
+        provider = gateway.registry.get(key) if is_settled else gateway.provider_of(candidate)
+        is_present = provider is not None or candidate.is_local
         unsupported = (
             ALL_TAKEN if provider is None else provider.unsupported_params(request.endpoint, request.body, model)
         )
         is_equal = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
         same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._token_ids
-        breaker_open_for = gateway.open_for(candidate, model)
-        queue_full_for = gateway.skipped_for(candidate, self._priority)
-        view = gateway.view_of(candidate)
+        if is_settled:
+            breaker_open_for = breakers.open_for(key, model)
+            queue_full_for = breakers.skipped_for(key, model, self._priority)
+        else:
+            breaker_open_for = gateway.open_for(candidate, model)
+            queue_full_for = gateway.skipped_for(candidate, self._priority)
+        view = gateway.view_of(candidate) if candidate.node else gateway.view
         status = view.models.get(model) if candidate.is_local else None
         if status is None:
             return Facts(is_present, breaker_open_for, queue_full_for, None, unsupported, same_vectors, foreign_ids)

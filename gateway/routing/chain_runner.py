@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from gateway.apis.lenient_json import dumps
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Lease
-from gateway.breaker.outcome import End, Ignore, Next, Observation, Verdict, is_node_specific
+from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, is_node_specific
 from gateway.breaker.permits import Refused
 from gateway.errors import GatewayError, PassedOnError
+from gateway.nodes.node_selection import NodeSelection
 from gateway.providers.provider import AnswersWhole, Provider
 from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Deadline, unary_deadline
@@ -38,6 +39,9 @@ from gateway.routing.stream_reader import ExpiredError
 from inference.protocol import H_DEVICE
 
 T = TypeVar("T")
+
+MOST_BREAKS = 2
+"""Nodes that may break down under one request before its candidate is given up."""
 
 USAGE_BYTES = 1024
 """The end of an answer without a stream, where its usage is."""
@@ -74,6 +78,7 @@ class ChainRunner:
         self._outcomes = CandidateOutcomes(record)
         self._waiting: deque[Candidate] = deque()
         self._out_of_time = False
+        self._breaks = 0
         self.upstream_seconds = 0.0
         self.answered_by: Candidate | None = None
         self.device: str | None = None
@@ -297,10 +302,18 @@ class ChainRunner:
             raise outcome from error
         self._outcomes.fail(outcome)
         if self._filter.nodes is not None and candidate.is_local:
-            self._filter.nodes.failed(candidate.node, candidate.model, verdict, outcome.name)
-            # the candidates that wait keep their attempts
-            if is_node_specific(verdict) and state.budget.attempts_left > len(self._waiting):
-                self._waiting.appendleft(candidate)
+            self._try_elsewhere(self._filter.nodes, candidate, verdict, outcome.name)
+
+    def _try_elsewhere(self, nodes: NodeSelection, candidate: Candidate, verdict: Verdict, why: str) -> None:
+        """Lets the next turn be that of the same candidate on another node, if one may answer the request.
+
+        The candidates that wait keep an attempt each. A request that broke on two nodes is perhaps the cause.
+        """
+        nodes.failed(candidate.node, candidate.model, verdict, why)
+        self._breaks += isinstance(verdict, Failure) and verdict.broke
+        is_open = is_node_specific(verdict) and self._breaks < MOST_BREAKS
+        if is_open and self._state.budget.attempts_left > len(self._waiting):
+            self._waiting.appendleft(candidate)
 
     def _note_answer(self, candidate: Candidate) -> None:
         self.answered_by = candidate

@@ -187,3 +187,16 @@ async def test_node_that_refuses_a_load_is_followed_by_the_next_plan(fleet: Flee
     await _cold(fleet)
     assert (await fleet.ask())[0] == "b"
     assert [one.node for one in list(fleet.gateway.runtime.records)[-1].attempts] == ["a", "b"]
+
+
+async def test_request_that_breaks_two_nodes_is_not_sent_to_a_third(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(FakeInference("token")) for _ in range(3)]
+        for service in services:
+            service.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
+        nodes = json.dumps([service.url for service in services])
+        config = f'inference: {{nodes: {nodes}}}\nroutes: {{"*": {{chain: ["local/*"]}}}}'
+        gateway = await stack.enter_async_context(Gateway(tmp_path, "http://unused", config))
+        await until("all answer", lambda: gateway.runtime.view.is_complete)
+        answer = await gateway.chat()
+        assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "2")
