@@ -35,6 +35,7 @@ from gateway.nodes.membership import Address, Membership
 from gateway.nodes.node import Node
 from gateway.nodes.node_tls import NodeTls, read_tls
 from gateway.nodes.prefixes import Prefixes
+from gateway.nodes.rebalancer import Nodes, Rebalancer
 from gateway.providers import registry
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
@@ -139,6 +140,7 @@ class Runtime:
         self._tls: NodeTls | None = None
         self._prefixes: Prefixes | None = None
         self._placement = ColdPlacement(lambda: self.leases, self._spawn)
+        self._rebalancer = Rebalancer(lambda: self.leases, self._spawn, self.operator_headers)
         self._watching: asyncio.Task[None] | None = None
         self._registry = registry.Registry({})
         self._first_contact_until = math.inf
@@ -344,16 +346,21 @@ class Runtime:
     def _watch_members(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        self._watching = None if self._membership.is_fixed else self._spawn(self._run_membership(), "membership")
+        self._watching = self._spawn(self._follow_nodes(), "nodes") if self.config.inference.nodes else None
 
-    async def _run_membership(self) -> None:
-        """Follows the sources of nodes, and removes nodes that have left and are silent."""
+    async def _follow_nodes(self) -> None:
+        """Follows the sources of nodes, removes nodes that have left and are silent, and divides models among them."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._membership.run(self._on_membership))
+            group.create_task(self._rebalancer.run(self._nodes_to_rebalance))
             while True:
                 await asyncio.sleep(SWEEP_SECONDS)
                 if (change := self.fleet.sweep()).removed:
                     self._use(change, self._registry)
+
+    def _nodes_to_rebalance(self) -> Nodes | None:
+        view = self.fleet.view
+        return Nodes(self.fleet.nodes, view, self.config.inference.replicas) if isinstance(view, FleetView) else None
 
     def _on_membership(self) -> None:
         self._use_members(self._membership, self._registry)
