@@ -4,7 +4,7 @@ Upstream and load generator share one core in this process; the measured system 
 all systems in random order; ratios and differences are taken within a round. The last lines are one BAR per target. Raw
 samples go to benchmarks/results/gateway.json.
 
-Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,clouds,paced,failover,memory,departures),
+Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,clouds,paced,nodes,failover,memory,departures),
 HEADGATE_PEERS_DIR.
 """
 
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,10 @@ from benchmarks.upstream import Upstream
 from headgate.cli.bench import percentile
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
-PARTS = ("alone", "crowds", "clouds", "paced", "failover", "memory", "departures")
+PARTS = ("alone", "crowds", "clouds", "paced", "nodes", "failover", "memory", "departures")
 ALONE_PER_SECOND = 250.0
 CONNECTIONS, STREAMS = 32, 256
+NODES = (4, 32)
 REST_SECONDS = 0.2
 """Pause before every sample, so that the sample before has no effect."""
 WARM_UP_REQUESTS = 200
@@ -69,6 +70,8 @@ class Bench:
         self.found = found
         self.direct = Target(DIRECT, service.port)
         self.targets: dict[str, Target] = {}
+        self.fleets: list[Target] = []
+        """Gateways with several nodes."""
         self._random = random.Random(20261122)
 
     def shuffled(self, targets: list[Target]) -> list[Target]:
@@ -121,11 +124,25 @@ class Bench:
         shares = (used / rush.seconds, own / rush.seconds)
         return Crowd(target.name, kind, number, CONNECTIONS, len(rush.whole), rush.seconds, p50, p99, *shares)
 
+    async def nodes(self) -> None:
+        """The throughput with one service and with several nodes, and many slow streams."""
+        targets = [replace(self.targets[GATEWAY], name="1 service"), *self.fleets]
+        for number in range(self.plan.rounds):
+            say(f"nodes: round {number + 1} of {self.plan.rounds}")
+            for kind in (WHOLE, STREAMED):
+                for target in self.shuffled(targets):
+                    await self._settle(target, kind, CONNECTIONS)
+                    self.found.crowds.append(await self._crowd(target, kind, number))
+        await self._streams(targets)
+
     async def paced(self) -> None:
         """Many slow streams at once."""
+        await self._streams([self.direct, self.targets[GATEWAY]])
+
+    async def _streams(self, targets: list[Target]) -> None:
         for number in range(self.plan.rounds):
             say(f"{STREAMS} streams: round {number + 1} of {self.plan.rounds}")
-            for target in self.shuffled([self.direct, self.targets[GATEWAY]]):
+            for target in self.shuffled(targets):
                 await asyncio.sleep(REST_SECONDS)
                 used, begun = target.cpu_seconds(), time.perf_counter()
                 sent = chat(target, STREAMED, upstream.PACED)
@@ -190,6 +207,12 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
             if name == GATEWAY:
                 await asyncio.sleep(2.0)  # the work after its start is done
                 found.held.idle_bytes = bench.targets[name].rss_bytes()
+        for count in NODES if "nodes" in parts else ():
+            say(f"starting a gateway with {count} nodes")
+            config = gateways.with_nodes(service.url, count)
+            running = gateways.headgate(service.url, root, core, config, f"{count} nodes")
+            bench.fleets.append(await asyncio.to_thread(running.__enter__))
+            stack.push(running)
         gc.freeze()
         for part in PARTS:
             if part not in parts:

@@ -33,6 +33,11 @@ def with_cloud(url: str) -> Mapping[str, Any]:
     return {"providers": {"cloud": cloud}, "routes": {**CONFIG["routes"], **routes}}
 
 
+def with_nodes(url: str, count: int) -> Mapping[str, Any]:
+    """`CONFIG` with the upstream as `count` nodes, so that only the gateway's own work differs."""
+    return {"inference": {"nodes": [f"n{number}={url}" for number in range(count)]}, **CONFIG}
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The address of a system. `pid`: its topmost process, 0 for the upstream."""

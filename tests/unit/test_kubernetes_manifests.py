@@ -135,7 +135,7 @@ def test_probes_use_paths_that_need_no_key_and_restart_only_a_dead_process(name:
 
 def test_variables_exist_and_secrets_have_the_keys_that_are_used() -> None:
     known = {*environment_names(), "HEADGATE_CONFIG_DIR", "HEADGATE_LOG_FORMAT", "REDIS_PASSWORD"}
-    known |= {"INFERENCE_NODE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
+    known |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
     for container in CONTAINERS.values():
         for variable in container["env"]:
             assert variable["name"] in known
