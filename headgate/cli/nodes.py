@@ -95,7 +95,7 @@ class Nodes:
     @classmethod
     def of(cls, session: Session) -> Nodes:
         """The nodes of the configuration. Raises UsageError for an unknown `--node`."""
-        urls, chosen = addresses.node_urls(session), session.args.node
+        urls, chosen = addresses.node_urls(session), getattr(session.args, "node", None)
         if not urls:
             if chosen is not None:
                 raise UsageError("--node needs `inference.nodes` in gateway.yaml; there is one inference service")

@@ -38,6 +38,7 @@ def nodes(session: Session) -> int:
         models = [ModelStatus.from_json(entry) for entry in api.get("/v1/models")["data"]]
         return {
             "url": api.url,
+            "host": health.get("node"),
             "reachable": True,
             "epoch": health.get("epoch"),
             "version": health.get("version"),
@@ -52,12 +53,12 @@ def nodes(session: Session) -> int:
         failed = [{"url": found.apis[each["node"]].url, "reachable": False, **each} for each in answers.failures()]
         session.terminal.json({"nodes": [*({"node": node, **value} for node, value in answers), *failed]})
         return Exit.OK
-    headers = ["URL", "REACHABLE", "EPOCH", "VERSION", "LOADED", "IN FLIGHT"]
+    headers = ["URL", "HOST", "EPOCH", "VERSION", "LOADED", "IN FLIGHT"]
     rows: list[Row] = []
     for node, value in answers:
-        loaded = f"{value['loaded']}/{value['models']}"
-        cells = [value["url"], "yes", str(value["epoch"] or "-"), str(value["version"] or "-"), loaded]
-        rows.append((node, [*cells, str(value["in_flight"])]))
+        known = [str(value[name] or "-") for name in ("host", "epoch", "version")]
+        counts = [f"{value['loaded']}/{value['models']}", str(value["in_flight"])]
+        rows.append((node, [value["url"], *known, *counts]))
     answers.table(session.terminal, headers, rows, ["LOADED", "IN FLIGHT"])
     return Exit.OK
 

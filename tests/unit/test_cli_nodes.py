@@ -156,13 +156,13 @@ def test_best_plan_prefers_a_loaded_model_then_one_that_changes_and_evicts_nothi
 
 
 def test_nodes_lists_what_each_does(fleet: Fleet, capsys: Any) -> None:
-    health = {"healthy": False, "epoch": "e1", "version": "0.1.0"}
+    health = {"healthy": False, "node": "gpu-1", "epoch": "e1", "version": "0.1.0"}
     fleet["a"].answers["GET /health"] = Canned(health, 503)  # a device is not usable, but the service answers
     fleet["b"].answers["GET /health"] = Canned({**health, "epoch": "e2"})
     assert main(["nodes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"a +http://127.0.0.1:\d+ +yes +e1 +0\.1\.0 +1/2 +2$", lines[1])
-    assert re.match(r"b +http://127.0.0.1:\d+ +yes +e2 +0\.1\.0 +0/1 +0$", lines[2])
+    assert re.match(r"a +http://127.0.0.1:\d+ +gpu-1 +e1 +0\.1\.0 +1/2 +2$", lines[1])
+    assert re.match(r"b +http://127.0.0.1:\d+ +gpu-1 +e2 +0\.1\.0 +0/1 +0$", lines[2])
     assert lines[3].startswith("c ")
     assert main(["nodes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["nodes"]
@@ -248,3 +248,12 @@ def test_node_that_does_not_finish_is_given_up_at_the_deadline(monkeypatch: pyte
     assert dict(answers) == {"c": "fine"}
     assert isinstance(answers.errors["a"], ApiError)
     assert list(answers.errors) == ["a", "b"]
+
+
+def test_doctor_reports_each_node(fleet: Fleet, capsys: Any) -> None:
+    fleet["b"].answers["GET /v1/models"] = Canned({"error": {"message": "no", "code": "invalid_api_key"}}, 401)
+    assert main(["doctor"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if " node " in line]
+    assert re.match(r"ok +node a: answers at http", lines[0])
+    assert re.match(r"problem +node b: it refuses the token", lines[1])
+    assert re.match(r"problem +node c: the inference service of c does not answer", lines[2])

@@ -72,6 +72,7 @@ def _findings(session: Session) -> Iterator[Any]:
     yield from findings
     if loaded:
         yield from guarded("services", lambda: service_checks.services(session, loaded))
+        yield from guarded("nodes", lambda: service_checks.nodes(session))
         yield from guarded("keys", lambda: service_checks.keys(session, loaded[1]))
         yield from guarded("proxies", lambda: service_checks.proxies(session, loaded[1]))
     if session.args.url:

@@ -14,6 +14,7 @@ from headgate.cli.client import ApiError
 from headgate.cli.command import Session
 from headgate.cli.config import FILES, unknown_models
 from headgate.cli.doctor.findings import Finding, note, ok, problem, warning
+from headgate.cli.nodes import ONLY, Nodes
 from headgate.shared import ports
 from headgate.shared.configfile import unset_name
 from headgate.shared.errors import ConfigError, HeadgateError, NotRunningError
@@ -115,6 +116,26 @@ def services(session: Session, loaded: list[Any]) -> Iterator[Finding]:
                 yield problem(api.name, str(error), "its log says more")
         else:
             yield ok(api.name, f"answers at {api.url}")
+
+
+def nodes(session: Session) -> Iterator[Finding]:
+    """Each of several inference services answers with the token of this user."""
+    try:
+        found = Nodes.of(session)
+        if ONLY in found.apis:
+            return
+        answers = found.get("/v1/models")
+    except HeadgateError as error:
+        yield problem("nodes", str(error), "`headgate nodes` shows them; those of dns: and ray: come from the gateway")
+        return
+    for name, api in found.apis.items():
+        check, failure = f"node {name}", answers.errors.get(name)
+        if failure is None:
+            yield ok(check, f"answers at {api.url}")
+        elif isinstance(failure, ApiError) and failure.status in (401, 403):
+            yield problem(check, f"it refuses the token at {api.url}", "give all nodes the same INFERENCE_TOKEN")
+        else:
+            yield problem(check, str(failure), "its log says more")
 
 
 def _free_port(name: str, host: str, port: int) -> Finding:
