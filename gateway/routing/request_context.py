@@ -11,7 +11,6 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from gateway.access.key_usage import Meter
-from gateway.apis.openai.conversation_key import conversation_key
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End, provider_key
@@ -20,6 +19,7 @@ from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.node_selection import Client, NodeSelection
+from gateway.nodes.prefix_blocks import prefix_blocks, prefix_salt
 from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter
@@ -249,9 +249,10 @@ class RequestState:
         return Call(self.request.endpoint, candidate.model, body, self.context.request_id, connect_seconds, headers)
 
     def _conversation_key(self) -> str | None:
-        """The key of the conversation, computed once."""
+        """The key of the conversation, computed once. It is the same for all models of a chain."""
         if self.conversation is None:
-            self.conversation = conversation_key(self.context.tenant, self.request.body)
+            blocks = prefix_blocks(prefix_salt(b"", self.context.tenant, ""), self.request.body)
+            self.conversation = None if blocks is None else blocks.conversation
         return self.conversation
 
     def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
