@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from bisect import bisect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -178,6 +178,8 @@ class Gateway:
     number: int
     table: NodeTable = field(default_factory=NodeTable)
     index: PrefixIndex = field(default_factory=PrefixIndex)
+    outstanding: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Requests of this gateway by node and model."""
     failed: set[str] = field(default_factory=set)
     """Nodes that did not answer; their breaker is open."""
 
@@ -190,7 +192,8 @@ class Gateway:
         found = []
         for name in dict.fromkeys((*names, *cached)):
             if (status := self.table.status(name, model)) is not None:
-                in_flight, load = self.table.in_flight(name, model), self.table.node_load(name)
+                in_flight = max(self.table.in_flight(name, model), self.outstanding[name, model])
+                load = self.table.node_load(name)
                 known = tokens * cached.get(name, 0) // blocks.size_bytes
                 facts = NodeFacts.of(name, status, in_flight, load, known)
                 found.append(facts._replace(excluded="failed") if name in self.failed or name in excluded else facts)
@@ -295,9 +298,9 @@ class Simulation:
         if held is None:
             held = self._load(node, talk.model)
             self.loads += self.is_measured
-        gateway.table.note_sent(node.name, talk.model)
+        gateway.outstanding[node.name, talk.model] += 1
         gateway.index.note(node.name, blocks.hashes)
-        self._serve(node, held, talk, tokens)
+        self._serve(gateway, node, held, talk, tokens)
 
     def _load(self, node: Node, model: str) -> Resident:
         held = node.residents[model] = Resident(self.now + LOAD_SECONDS)
@@ -305,7 +308,7 @@ class Simulation:
         self.at(LOAD_SECONDS, node.note, model)
         return held
 
-    def _serve(self, node: Node, held: Resident, talk: Conversation, tokens: int) -> None:
+    def _serve(self, gateway: Gateway, node: Node, held: Resident, talk: Conversation, tokens: int) -> None:
         hit = max(node.cache.get(talk.key, (0,))[0], node.cache.get(talk.system, (0,))[0])
         ideal = talk.had or (SYSTEM_TOKENS if talk.system in self._systems else 0)
         self._systems.add(talk.system)
@@ -322,10 +325,13 @@ class Simulation:
             self.hit_tokens += hit
             self.ideal_tokens += ideal
             self.ttft_seconds.append(start - self.now)
-        self.at(end - self.now, self.done, node, held, talk, talk.blocks.hashes[-LABELS:], tokens)
+        self.at(end - self.now, self.done, gateway, node, held, talk, talk.blocks.hashes[-LABELS:], tokens)
 
-    def done(self, node: Node, held: Resident, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
+    def done(
+        self, gateway: Gateway, node: Node, held: Resident, talk: Conversation, labels: tuple[str, ...], tokens: int
+    ) -> None:
         """An answer ends; the next turn follows after a pause."""
+        gateway.outstanding[node.name, talk.model] -= 1
         held.in_flight -= 1
         held.used_at = self.now
         node.add(-1, self.now, WARM_UP_SECONDS)

@@ -37,7 +37,7 @@ class NodeFacts(NamedTuple):
     `excluded`: why this request must not use the node (policy, an attempt there failed). `listed`: whether the node has
     the model. `breaker_open_for` and `queue_full_for`: seconds until that is over. `fit_in`: seconds until the model
     may fit. `likely_failure`: a reason to use the node only if no other is left. `in_flight`: requests for the model
-    there, those included that this gateway has sent since the last report; `parallel`: its places. `node_load`:
+    there, by the last report and by what this gateway has sent; `parallel`: its places. `node_load`:
     requests for all models there, per device. `cached_tokens`: tokens of the prompt that are expected in a KV cache of
     the node.
     """

@@ -39,10 +39,8 @@ class NodeTable:
             self.update_model(node, status)
 
     def update_model(self, node: str, status: ModelStatus) -> None:
-        """The status of one model on `node`; requests that were noted before are part of it now."""
+        """The status of one model on `node`."""
         entry, model = self._nodes.setdefault(node, _NodeModels()), status.id
-        if model in entry.sent:
-            entry.in_flight -= entry.sent.pop(model)
         before = entry.models.get(model)
         if before is status:
             return
@@ -58,13 +56,6 @@ class NodeTable:
         elif was_present and not is_present:
             _discard(self._loaded, model, node)
 
-    def note_sent(self, node: str, model: str) -> None:
-        """A request for `model` was sent to `node`: it counts until the next report."""
-        entry = self._nodes.get(node)
-        if entry is not None and model in entry.models:
-            entry.sent[model] = entry.sent.get(model, 0) + 1
-            entry.in_flight += 1
-
     def remove(self, node: str) -> None:
         """`node` has left."""
         entry = self._nodes.pop(node, None)
@@ -75,7 +66,6 @@ class NodeTable:
     def _forget(self, entry: _NodeModels, node: str, model: str) -> None:
         status = entry.models.pop(model)
         entry.count(status, -1)
-        entry.in_flight -= entry.sent.pop(model, 0)
         _discard(self._listed, model, node)
         if status.state in PRESENT:
             _discard(self._loaded, model, node)
@@ -105,13 +95,12 @@ class NodeTable:
         return self.models_of(node).get(model)
 
     def in_flight(self, node: str, model: str) -> int:
-        """The requests for a model on a node, waiting ones included."""
-        entry = self._nodes.get(node)
-        status = None if entry is None else entry.models.get(model)
-        return 0 if entry is None or status is None else status.in_flight + status.queued + entry.sent.get(model, 0)
+        """The reported requests for a model on a node, waiting ones included."""
+        status = self.status(node, model)
+        return 0 if status is None else status.in_flight + status.queued
 
     def node_load(self, node: str) -> float:
-        """The requests for all models of `node`, per device on which it has loaded one so far."""
+        """The reported requests for all models of `node`, per device on which it has loaded one so far."""
         entry = self._nodes.get(node)
         return 0.0 if entry is None else entry.in_flight / max(1, len(entry.devices))
 
@@ -139,8 +128,6 @@ class _NodeModels:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelStatus] = {}
-        self.sent: dict[str, int] = {}
-        """Requests by model that no report contains yet."""
         self.in_flight = 0
         self.devices: set[str] = set()
 

@@ -19,6 +19,7 @@ def test_updates_replace_what_a_node_reported_before() -> None:
     table.update("a", statuses(READY, "m", "n", in_flight=2))
     table.update("b", cold := statuses(COLD, "m"))
     assert (set(table.nodes), set(table.loaded_models)) == ({"a", "b"}, {"m", "n"})
+    assert set(table.models) == {"m", "n"}
     assert (list(table.listed("m")), list(table.loaded("m")), table.in_flight("a", "m")) == (["a", "b"], ["a"], 2)
 
     table.update("b", cold)
@@ -60,20 +61,16 @@ def test_a_request_considers_few_nodes() -> None:
     assert 0 < len(table.nodes_for("n", random.Random(1).random)) <= MOST_COLD
 
 
-def test_requests_count_until_the_next_report() -> None:
+def test_requests_of_a_node_are_those_of_all_its_models() -> None:
     table = NodeTable()
     for model in "mn":
-        table.update_model("a", ModelStatus(model, READY, devices=(f"gpu-{model}",), in_flight=1, queued=1))
-    for node, model in [("a", "m"), ("a", "m"), ("a", "n"), ("a", "unknown"), ("unknown", "m")]:
-        table.note_sent(node, model)
-    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.in_flight("b", "m")) == (4, 3, 0)
-    assert table.node_load("a") == 7 / 2
-    status = table.status("a", "m")
-    assert status is not None
-    table.update_model("a", status)
-    assert (table.in_flight("a", "m"), table.node_load("a")) == (2, 5 / 2)
-    table.update("a", {"m": ModelStatus("m", READY, in_flight=4)})
-    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.node_load("a")) == (4, 0, 2.0)
+        status = ModelStatus(model, READY, devices=(f"gpu-{model}",), in_flight=1, queued=1)
+        table.update_model("a", status)
+        table.update_model("a", status)
+    assert (table.in_flight("a", "m"), table.in_flight("a", "unknown"), table.in_flight("b", "m")) == (2, 0, 0)
+    assert table.node_load("a") == 4 / 2
+    table.update("a", {"m": ModelStatus("m", READY, in_flight=5)})
+    assert (table.in_flight("a", "m"), table.in_flight("a", "n"), table.node_load("a")) == (5, 0, 5 / 2)
 
 
 def test_every_name_of_a_set_is_drawn() -> None:
