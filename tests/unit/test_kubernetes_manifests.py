@@ -134,7 +134,7 @@ def test_probes_use_paths_that_need_no_key_and_restart_only_a_dead_process(name:
 
 
 def test_variables_exist_and_secrets_have_the_keys_that_are_used() -> None:
-    known = {*environment_names(), "HEADGATE_CONFIG_DIR", "HEADGATE_LOG_FORMAT", "REDIS_PASSWORD"}
+    known = {*environment_names(), "HEADGATE_CONFIG_DIR", "HEADGATE_STATE_DIR", "HEADGATE_LOG_FORMAT", "REDIS_PASSWORD"}
     known |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
     for container in CONTAINERS.values():
         for variable in container["env"]:
@@ -229,3 +229,12 @@ def test_the_inference_service_sees_all_gpus_of_its_node_and_one_service_runs_pe
     assert "nvidia.com/gpu" not in str(CONTAINERS[INFERENCE]["resources"])
     (state,) = (volume for volume in pod["volumes"] if volume["name"] == "state")
     assert state["hostPath"]["path"]  # the lock of the machine is in it: HEADGATE_LOCK_DIR of the image
+
+
+def test_state_directories_belong_to_the_user_of_the_container() -> None:
+    """The root of an emptyDir or of a folder of the node belongs to root, so that its mode cannot be set to 0700."""
+    values = {variable["name"]: variable.get("value") for variable in CONTAINERS[GATEWAY]["env"]}
+    assert values["HEADGATE_STATE_DIR"].startswith("/state/")
+    (owner,) = WORKLOADS[INFERENCE]["spec"]["template"]["spec"]["initContainers"]
+    assert "chmod 0700 /state && chown 10001:10001 /state" in owner["command"][-1]
+    assert {"CHOWN", "FOWNER"} == set(owner["securityContext"]["capabilities"]["add"])
