@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from inference.authority.draft import Draft
@@ -11,7 +12,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import departure, keeping, tickets
 from inference.authority.lifecycle import Action, Reason
-from inference.authority.placement.stage import EvictionState
+from inference.authority.placement.stage import EvictionState, Held
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.retention import HOST
 from inference.authority.state import ModelRecord, State
@@ -86,7 +87,7 @@ def _limits(draft: Draft) -> Limits:
 def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
     """Applies lowered limits: idle models leave at once, busy ones after their requests."""
     now = _limits(draft)
-    found = surplus(before, now, held_models(draft.state, now.policy.now))
+    found = surplus(before, now, _staying(draft.state, held_models(draft.state, now.policy.now)))
     is_host_short = now.ledger.excess(HOST) > 0
     for held in found.evicted:
         model = draft.state.models.get(held.model)
@@ -96,6 +97,17 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
             draft.warning("%s is pinned or dedicated and must be unloaded: %s", model.id, "; ".join(found.reasons))
         action = Action.UNLOAD if is_host_short else keeping.action_of(draft.state, model)
         departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)
+
+
+def _staying(state: State, models: Sequence[Held]) -> list[Held]:
+    """`models`, where one that leaves for others counts as idle: it stays if those others need no memory any more."""
+    drained = {
+        worker.holding
+        for model in state.models.values()
+        if model.state is ModelState.DRAINING and (worker := state.worker_of(model)) is not None
+        if worker.departure is not None and not worker.departure.reason.is_final
+    }
+    return [replace(item, eviction_state=EvictionState.IDLE) if item.holding in drained else item for item in models]
 
 
 def _respecify(draft: Draft, name: str, spec: ModelSpec, changed: tuple[str, ...]) -> None:
