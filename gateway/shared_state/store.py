@@ -19,6 +19,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from gateway.errors import StoreLostError
 from gateway.shared_state.scripts import CHANNEL, SCRIPTS
+from headgate.shared.errors import HeadgateError
 
 log = logging.getLogger("gateway.shared_state")
 
@@ -62,7 +63,11 @@ class Store:
     """
 
     def __init__(self, url: str, on_lost: Callable[[str], None], on_error: Callable[[str], None]) -> None:
-        self._pool = ConnectionPool.from_url(url, **_OPTIONS)
+        try:
+            self._pool = ConnectionPool.from_url(url, **_OPTIONS)
+            self._pool.make_connection()  # type: ignore[no-untyped-call]  # it does not connect yet
+        except (TypeError, ValueError) as error:
+            raise HeadgateError(f"`state: {shown(url)}` of gateway.yaml cannot be used: {error}") from None
         self._on_lost = on_lost
         self._on_error = on_error
         self._connection: AbstractConnection | None = None

@@ -59,6 +59,7 @@ def fleet(tmp_path: Path, fake: FakeInference, server: RedisServer) -> Fleet:
 async def test_breaker_that_opens_at_one_gateway_is_open_at_the_other(fleet: Fleet) -> None:
     async with fleet.two(f"{CONFIG}\nbreaker: {{failures: 1, open: 30s}}\n") as (one, two):
         breaker = one.runtime.breakers.breaker("local", "demo")
+        breaker.is_answered = True
         breaker._machine.open(one.runtime.breakers.clock() + 30)
         async with asyncio.timeout(2):
             while (await two.breaker("local/demo"))["state"] != "open":
@@ -187,3 +188,9 @@ async def test_only_one_gateway_sends_a_recovery_probe(fleet: Fleet) -> None:
         claim.release("local", "")
         await until("it is probed", lambda: "was answered" in (breaker.describe()["last_probe"] or ""))
         assert first.prober is not second.prober
+
+
+def test_unknown_option_of_the_address_is_an_error_without_the_password(tmp_path: Path) -> None:
+    with pytest.raises(HeadgateError, match=r"`state: redis://127.0.0.1/0` .* 'timeout'") as refused:
+        Gateway(tmp_path, "http://127.0.0.1:1", f"{CONFIG}\nstate: redis://:secret@127.0.0.1/0?timeout=1\n")
+    assert "secret" not in str(refused.value)

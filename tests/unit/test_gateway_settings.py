@@ -93,6 +93,8 @@ def test_entry_of_nodes_names_its_source(tmp_path: Path, entry: str, source: tup
         ("inference: {nodes: ['a=http://b:1', 'a=http://c:1']}", "inference.nodes.1", "two nodes are named 'a'"),
         ("inference: {tls: {key: k.pem}}", "inference.tls", "set both or none"),
         ("state: http://redis", "state", "not the address of a Redis or Valkey server"),
+        ("state: redis://redis/main", "state", "the number of a database"),
+        ("state: redis://redis:99999/0", "state", "Port out of range"),
     ],
 )
 def test_invalid_nodes_and_shared_state_are_refused(tmp_path: Path, text: str, key: str, message: str) -> None:
