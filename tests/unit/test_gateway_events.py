@@ -13,7 +13,7 @@ import pytest
 
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.candidate_facts import LikelyFailure, likely_failure
-from gateway.providers.local.inference_snapshot import Events, InferenceView
+from gateway.providers.local.inference_snapshot import Events, InferenceView, model_status
 from inference.protocol import DeviceState, ModelState, ModelStatus, ReplicaStatus
 from tests.rigs import virtual_time
 
@@ -299,3 +299,16 @@ def test_model_without_known_problems_is_not_avoided() -> None:
     assert likely_failure(several, {"gpu-0": DeviceState.LOST, "gpu-1": DeviceState.LOST}, 0.0) is not None
     assert likely_failure(ModelStatus("m", ModelState.COLD), {"gpu-0": DeviceState.LOST}, 0.0) is None
     assert likely_failure(ModelStatus("m", ModelState.READY, devices=("gpu-7",)), {}, 0.0) is None
+
+
+def test_a_status_is_read_as_the_service_wrote_it() -> None:
+    """Unknown keys of a newer version are ignored, and missing ones have their defaults."""
+    replica = ReplicaStatus("demo@2", ModelState.LOADING, ("gpu-1",), idle_seconds=2.5)
+    status = replace(
+        READY, capabilities=("chat",), experts=3, load_seconds=0.0, replicas=(replica,), steps=({"step": "fit"},)
+    )
+    written = status.to_json()
+    assert model_status({**written, "headgate": {**written["headgate"], "new": 1}}) == status
+    assert model_status({"id": "demo"}) == ModelStatus("demo", ModelState.COLD)
+    with pytest.raises(ValueError, match="state"):
+        model_status({"id": "demo", "headgate": {"state": "asleep"}})
