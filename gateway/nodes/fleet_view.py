@@ -139,15 +139,14 @@ class MergedModels(Mapping[str, ModelStatus]):
         if known is not None and model not in self.outdated:
             return known[0]
         table, now = self._table, self._clock()
-        statuses = {node: table.models_of(node)[model] for node in table.listed(model)}
-        if not statuses:
-            self._merged.pop(model, None)
-            self.outdated.discard(model)
-            raise KeyError(model)
-        if known is not None and len(statuses) > FEW_NODES and now - known[1] < MERGE_SECONDS:
+        nodes = table.listed(model)
+        if known is not None and len(nodes) > FEW_NODES and now - known[1] < MERGE_SECONDS:
             return known[0]
         self.outdated.discard(model)
-        status = merged(statuses)
+        if not nodes:
+            self._merged.pop(model, None)
+            raise KeyError(model)
+        status = merged({node: table.models_of(node)[model] for node in nodes})
         self._merged[model] = status, now
         return status
 

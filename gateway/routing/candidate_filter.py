@@ -153,7 +153,7 @@ class CandidateFilter:
         found = await self.nodes.choose(candidate.model, tokens, min(PLACEMENT_SECONDS, seconds_left / 4))
         if isinstance(found, NoNode):
             return Dropped(candidate, Drop.NO_NODE, reasons_of(found), found.retry_in)
-        candidate = replace(candidate, node=found)
+        candidate = candidate.on(found)
         if candidate.position < len(self._considered):
             self._considered[candidate.position] = Considered(self.facts(candidate))
         return candidate

@@ -19,6 +19,10 @@ SMALLER = "smaller"
 """In the chain entry `local/smaller`: the model is chosen when the turn of the candidate comes."""
 
 
+MOST_NODES = 4096
+"""Nodes for which a candidate is kept."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stands for the model.
@@ -40,6 +44,19 @@ class Candidate:
     def provider_key(self) -> str:
         """The key of its provider and breakers."""
         return provider_key(self.node) if self.node else self.provider
+
+    def on(self, node: str) -> Candidate:
+        """The same candidate on `node`."""
+        known = self._on_nodes
+        if (found := known.get(node)) is None:
+            if len(known) >= MOST_NODES:
+                known.clear()  # their names change where they are addresses
+            found = known[node] = replace(self, node=node)
+        return found
+
+    @functools.cached_property
+    def _on_nodes(self) -> dict[str, Candidate]:
+        return {}
 
     @property
     def place(self) -> str:

@@ -200,3 +200,23 @@ async def test_request_that_breaks_two_nodes_is_not_sent_to_a_third(tmp_path: Pa
         await until("all answer", lambda: gateway.runtime.view.is_complete)
         answer = await gateway.chat()
         assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "2")
+
+
+async def test_answer_of_a_removed_node_ends_there(fleet: Fleet) -> None:
+    gateway, hold = fleet.gateway, asyncio.Event()
+    for service in fleet.nodes.values():
+        service.answers["demo"] = Answer(hold=hold)
+    asked = asyncio.create_task(fleet.ask())
+    await until("a node has the request", lambda: [name for name, one in fleet.nodes.items() if one.seen])
+    busy = next(name for name, one in fleet.nodes.items() if one.seen)
+    other = fleet.other(busy)
+    gateway.write(
+        f'inference: {{nodes: ["{other}={fleet.nodes[other].url}"]}}\nroutes: {{"*": {{chain: ["local/*"]}}}}'
+    )
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    later = [asyncio.create_task(fleet.ask()) for _ in range(3)]
+    await until("the other has the requests", lambda: len(fleet.nodes[other].seen) == 3)
+    hold.set()
+    assert await asked == (busy, "Hello there!")
+    assert {node for node, _ in await asyncio.gather(*later)} == {other}
+    assert [one for one in gateway.runtime.breakers.describe() if one["node"] == busy] == []

@@ -22,6 +22,7 @@ from gateway.routing.candidate_outcomes import (
     ran_out_of_time,
 )
 from gateway.routing.chain import (
+    MOST_NODES,
     Candidate,
     Drop,
     Dropped,
@@ -396,3 +397,13 @@ def test_deferral_is_removed_when_the_attempt_starts() -> None:
     waits = outcomes.in_chain_order(lambda outcome: 5.0 if outcome.candidate == MINI else 0.0)
     assert [(outcome.candidate, outcome.retry_in) for outcome in waits] == [(MINI, 5.0), (CLOUD, 0.0)]
     assert record.dropped == {"local/a": "predicted_too_slow: slow", "openai/c": "policy: local only"}
+
+
+def test_candidate_on_a_node_is_the_same_candidate() -> None:
+    candidate = Candidate("local", "demo", 1)
+    first = candidate.on("n0")
+    assert (first, first.node, first.provider_key, first.place) == (candidate, "n0", "local@n0", "local/demo on n0")
+    assert candidate.on("n0") is first
+    assert (candidate.provider_key, candidate.place) == ("local", "local/demo")
+    found = [candidate.on(f"n{number}").node for number in range(MOST_NODES + 2)]
+    assert found[-1] == f"n{MOST_NODES + 1}"
