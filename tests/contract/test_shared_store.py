@@ -1,0 +1,133 @@
+"""Guarantees of the connection to Redis or Valkey: every call ends, and a broken connection is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gateway.errors import StoreLostError
+from gateway.shared_state import store as store_module
+from gateway.shared_state.scripts import GATEWAYS, usage_key
+from gateway.shared_state.shared_state import SharedState
+from tests.rigs.redis_server import RedisServer
+from tests.rigs.shared_gateways import until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def errors() -> list[str]:
+    """The operations that failed."""
+    return []
+
+
+@pytest.fixture
+async def state(server: RedisServer, errors: list[str]) -> AsyncIterator[SharedState]:
+    server.command("FLUSHALL")
+    state = SharedState(server.url, on_error=errors.append)
+    await state.start()
+    yield state
+    await state.stop()
+
+
+async def test_commands_of_many_tasks_are_answered_in_order(state: SharedState) -> None:
+    replies = await asyncio.gather(*(state.call("test", "now", []) for _ in range(600)))
+    times = [float(reply) for reply in replies]
+    assert times == sorted(times)
+
+
+async def test_server_that_forgot_the_scripts_gets_them_again(state: SharedState, server: RedisServer) -> None:
+    server.command("SCRIPT", "FLUSH")
+    with pytest.raises(StoreLostError):
+        await state.call("test", "now", [])
+    await until(lambda: state.is_up)
+    assert float(await state.call("test", "now", [])) > 0
+
+
+async def test_error_of_one_command_does_not_break_the_connection(
+    state: SharedState, server: RedisServer, errors: list[str]
+) -> None:
+    server.command("SET", usage_key("team"), "of another program")
+    results = await asyncio.gather(
+        state.call("limits", "reserve", [usage_key("team")], ["", "10", 1]), state.call("test", "now", []),
+        return_exceptions=True,
+    )  # fmt: skip
+    assert isinstance(results[0], StoreLostError)
+    assert "WRONGTYPE" in str(results[0])
+    assert float(results[1]) > 0
+    assert state.is_up
+    assert errors == ["limits"]
+
+
+async def test_server_that_refuses_writes_counts_as_lost(server: RedisServer, state: SharedState) -> None:
+    server.command("CONFIG", "SET", "maxmemory", "1")
+    try:
+        await until(lambda: not state.is_up, 3)
+    finally:
+        server.command("CONFIG", "SET", "maxmemory", "0")
+    await until(lambda: state.is_up)
+
+
+async def test_each_change_is_logged_once(
+    server: RedisServer, state: SharedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.shared_state")
+    server.kill()
+    try:
+        await until(lambda: not state.is_up, 3)
+        await asyncio.sleep(0.6)  # it tries to connect several times
+    finally:
+        server.start()
+    await until(lambda: state.is_up)
+    lines = [record.getMessage() for record in caplog.records if record.name == "gateway.shared_state"]
+    assert len(lines) == 2
+    assert "does not answer" in lines[0]
+    assert "answers again" in lines[1]
+
+
+async def test_calls_that_wait_end_with_the_connection(state: SharedState, server: RedisServer) -> None:
+    server.pause(1.0)
+    calls = [asyncio.create_task(state.call("test", "now", [])) for _ in range(5)]
+    await asyncio.sleep(0.02)
+    await state._store.close()
+    async with asyncio.timeout(2):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, StoreLostError) for result in results)
+    state._lost("a test")
+    await until(lambda: state.is_up)
+
+
+async def test_more_commands_than_may_wait_are_refused(
+    state: SharedState, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MOST_WAITING", 10)
+    results = await asyncio.gather(*(state.call("test", "now", []) for _ in range(30)), return_exceptions=True)
+    assert sum(isinstance(result, StoreLostError) for result in results) == 20
+    assert errors == ["test"] * 20
+    assert state.is_up
+
+
+async def test_busy_gateway_does_not_take_the_server_for_lost(state: SharedState) -> None:
+    call = asyncio.create_task(state.call("test", "now", []))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(0.35)
+    assert float(await call) > 0
+    assert state.is_up
+
+
+async def test_gateway_that_stops_is_not_counted_any_more(state: SharedState, server: RedisServer) -> None:
+    other = SharedState(server.url)
+    await other.start()
+    assert server.command("ZCARD", GATEWAYS) == b":2\r\n"
+    await other.stop()
+    assert server.command("ZCARD", GATEWAYS) == b":1\r\n"
