@@ -154,17 +154,21 @@ class Injector:
 
     async def _is_used(self, name: str) -> None:
         async def used() -> bool:
-            return not any([await self.not_closed(number, name) for number in range(len(self.fleet.gateways))])
+            return not any([await self.blocked(number, name) for number in range(len(self.fleet.gateways))])
 
-        await self._expect(judge.RECOVERS, f"breakers of {name} are closed", used, RECOVERY_SECONDS)
+        await self._expect(judge.RECOVERS, f"every gateway may use {name}", used, RECOVERY_SECONDS)
 
-    async def not_closed(self, number: int, node: str) -> list[str]:
+    async def not_closed(self, number: int, node: str) -> list[dict[str, Any]]:
         """The breakers of a node that are not closed at this gateway; none while it does not answer."""
         try:
             found = await self.fleet.breakers(number)
         except httpx2.HTTPError:
             return []
-        return [one["name"] for one in found if one["node"] == node and one["state"] != "closed"]
+        return [one for one in found if one["node"] == node and one["state"] != "closed"]
+
+    async def blocked(self, number: int, node: str) -> list[dict[str, Any]]:
+        """The breakers of a node that refuse all requests at this gateway now."""
+        return [one for one in await self.not_closed(number, node) if one["retry_after"]]
 
     def _name(self, event: Event) -> str:
         return list(self.fleet.nodes)[event.node]
@@ -260,7 +264,7 @@ class Injector:
                 await asyncio.sleep(event.seconds)
 
             async def used() -> bool:
-                return not any([await self.not_closed(number, name) for name in self.fleet.nodes])
+                return not any([await self.blocked(number, name) for name in self.fleet.nodes])
 
             try:
                 await self._expect(judge.RECOVERS, f"gateway-{number} uses all nodes", used, RECOVERY_SECONDS)
