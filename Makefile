@@ -47,7 +47,8 @@ test: machine ## lint, types, the whole test suite, and the coverage of the pure
 test-ray: machine ## the tests on real Ray clusters, also the long one; installs ray
 	@$(VENV)/bin/python -c 'import ray' 2>/dev/null || \
 	    $(RUN) pip install --quiet --constraint requirements.lock --editable '.[ray]'
-	@HEADGATE_TEST_RAY=1 $(RUN) pytest tests/unit/test_cli_ray.py tests/integration/test_ray_cluster.py $(ARGS)
+	@HEADGATE_TEST_RAY=1 $(RUN) pytest tests/unit/test_cli_ray.py tests/integration/test_ray_cluster.py \
+	    tests/integration/test_ray_head.py $(ARGS)
 
 lint: ready ## ruff (rules and formatting) and import-linter (which package may import which)
 	@$(RUN) ruff check .

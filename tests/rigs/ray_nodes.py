@@ -1,6 +1,7 @@
 """A local Ray cluster of several nodes in a process of its own, and `headgate ray` on it.
 
-python -m tests.rigs.ray_nodes TEMPORARY NAME        # prints the address; then obeys `add NAME`, `kill NAME`
+python -m tests.rigs.ray_nodes TEMPORARY NAME ROOT      # prints the address; then obeys `add NAME`, `kill NAME`,
+                                                        # `stop head` and `start head`
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RayNodes:
         self.environ = {**environ, "RAY_ADDRESS": self.address}
 
     def order(self, word: str, name: str) -> None:
-        """`add` or `kill` a node. Returns when it is done."""
+        """`add` or `kill` a node, `stop` or `start` the control service of the `head`. Returns when it is done."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word} {name}\n")
         self._process.stdin.flush()
@@ -57,9 +58,11 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def cluster(root: Path, first: str) -> Iterator[RayNodes]:
-    """A cluster of one node with the name `first`; it ends with the block."""
-    environ = private_env(root, {"INFERENCE_TOKEN": "the-token-of-the-nodes"})
+def cluster(root: Path, first: str, store: Mapping[str, str] | None = None) -> Iterator[RayNodes]:
+    """A cluster of one node with the name `first`; it ends with the block. `store`: Ray's variables of a Redis server,
+    without which nothing survives the end of the head.
+    """
+    environ = private_env(root, {"INFERENCE_TOKEN": "the-token-of-the-nodes", **(store or {})})
     environ.pop("RAY_ADDRESS", None)
     # The paths of Ray's sockets are too long below the directories of pytest.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temporary:
@@ -107,7 +110,9 @@ def _main(temporary: str, first: str, root: str) -> None:
     answer(address=nodes.address)
     for line in sys.stdin:
         word, name = line.split()
-        if word == "add":
+        if name == "head":
+            nodes.head_node.kill_gcs_server() if word == "stop" else nodes.head_node.start_gcs_server()
+        elif word == "add":
             others[name] = nodes.add_node(**options(name))
         else:
             nodes.remove_node(others.pop(name), allow_graceful=False)
