@@ -7,8 +7,8 @@ import os
 import socket
 from typing import Any
 
-from headgate.ray_cluster.cluster_errors import ClusterError, NoClusterError, RayMissingError
-from headgate.ray_cluster.controller import Controller
+from headgate.ray_cluster.cluster_errors import ClusterError, NoClusterError, RayMissingError, reason
+from headgate.ray_cluster.controller import ControllerActor
 from headgate.ray_cluster.node_actors import CONTROLLER, NAMESPACE, NODE_PREFIX
 from headgate.ray_cluster.node_report import ServiceSettings
 
@@ -34,11 +34,11 @@ def connect(address: str) -> None:
         ray.init(address=address or AUTO, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise NoClusterError(
-            f"no Ray cluster was found ({_first_line(error)}); start one with `ray start --head`, or name one with "
+            f"no Ray cluster was found ({reason(error)}); start one with `ray start --head`, or name one with "
             f"--address HOST:6379"
         ) from error
     except Exception as error:
-        raise ClusterError(f"the Ray cluster at {address or AUTO} cannot be used: {_first_line(error)}") from error
+        raise ClusterError(f"the Ray cluster at {address or AUTO} cannot be used: {reason(error)}") from error
 
 
 def _check_answers(address: str) -> None:
@@ -57,14 +57,10 @@ def _check_answers(address: str) -> None:
         try:
             socket.create_connection((candidate, int(port)), CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
-            reason = error
+            failure = error
         else:
             return
-    raise NoClusterError(f"no Ray cluster answers at {address} ({reason}); start one with `ray start --head`")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    raise NoClusterError(f"no Ray cluster answers at {address} ({failure}); start one with `ray start --head`")
 
 
 def start_controller(settings: ServiceSettings) -> Any:
@@ -72,7 +68,7 @@ def start_controller(settings: ServiceSettings) -> Any:
     import ray
 
     return (
-        ray.remote(Controller)
+        ray.remote(ControllerActor)
         .options(
             name=CONTROLLER,
             namespace=NAMESPACE,
@@ -108,7 +104,7 @@ def answer(reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
             f"the actor {CONTROLLER} did not answer within {seconds:g} s; `ray list actors` shows its state"
         ) from None
     except ray.exceptions.RayError as error:
-        raise ClusterError(f"the actor {CONTROLLER} failed: {_first_line(error)}") from error
+        raise ClusterError(f"the actor {CONTROLLER} failed: {reason(error)}") from error
 
 
 def stop_services(seconds: float) -> tuple[int, list[str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headgate.ray_cluster import node_actors
+from headgate.ray_cluster.cluster_errors import reason
 from headgate.ray_cluster.node_report import Member, NodeReport, ServiceSettings, State, membership
 from headgate.ray_cluster.service_placement import RayNode, changes
 from headgate.shared.log import set_up
@@ -38,17 +39,33 @@ class _Followed:
 class Controller:
     """Starts an actor on every new node, follows its reports, and forgets nodes that are gone.
 
-    After a restart it finds the actors that run. It publishes nothing before it has found them.
+    After a restart it finds the actors that run. It publishes nothing before it has found them. `cluster` has the
+    functions of `node_actors`.
     """
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        set_up(os.environ, in_background=True)
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        cluster: Any = node_actors,
+        nodes_seconds: float = NODES_SECONDS,
+        retry_seconds: tuple[float, float] = RETRY_SECONDS,
+    ) -> None:
         self._settings = settings
+        self._cluster = cluster
+        self._nodes_seconds = nodes_seconds
+        self._retry_seconds = retry_seconds
         self._nodes: dict[str, _Followed] = {}
         self._members: list[Member] = []
         self._is_settled = False
         self._changed = asyncio.Event()
         self._running = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        """Ends the tasks; actors and services keep running."""
+        tasks = [self._running, *(each.task for each in self._nodes.values() if each.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def settings(self) -> ServiceSettings:
         """The settings of the services, without the token."""
@@ -73,18 +90,18 @@ class Controller:
     async def _run(self) -> None:
         while True:
             try:
-                alive = await asyncio.to_thread(node_actors.alive_nodes)
+                alive = await asyncio.to_thread(self._cluster.alive_nodes)
                 if not self._is_settled:
                     await self._adopt({node.id: node for node in alive})
                 self._apply(alive)
                 self._publish(settled=True)
             except Exception:
-                log.exception("the nodes of the cluster cannot be listed; trying again in %g s", NODES_SECONDS)
-            await asyncio.sleep(NODES_SECONDS)
+                log.exception("the nodes of the cluster cannot be listed; trying again in %g s", self._nodes_seconds)
+            await asyncio.sleep(self._nodes_seconds)
 
     async def _adopt(self, alive: dict[str, RayNode]) -> None:
         """Takes over the actors that run, with their names."""
-        found = await asyncio.to_thread(node_actors.running_actors)
+        found = await asyncio.to_thread(self._cluster.running_actors)
 
         async def adopt(node: RayNode, actor: Any) -> None:
             try:
@@ -104,7 +121,7 @@ class Controller:
             if gone.task is not None:
                 gone.task.cancel()
             if gone.actor is not None:
-                node_actors.end_actor(gone.actor)
+                self._cluster.end_actor(gone.actor)
         for node, name in todo.start:
             log.info("starting an inference service on %s (%s, %s)", name, node.address, node.id)
             self._follow(node, NodeReport(name, ""), None)
@@ -115,25 +132,25 @@ class Controller:
 
     async def _keep_actor(self, followed: _Followed) -> None:
         """Starts the actor of a node, asks it for its reports, and starts it again when it is lost."""
-        delay = RETRY_SECONDS[0]
+        delay = self._retry_seconds[0]
         seen: NodeReport | None = None
         while True:
             try:
                 if followed.actor is None:
                     followed.actor = await asyncio.to_thread(
-                        node_actors.start_actor, followed.node, followed.report.name, self._settings
+                        self._cluster.start_actor, followed.node, followed.report.name, self._settings
                     )
                 report = await asyncio.wait_for(followed.actor.report.remote(seen, REPORT_SECONDS), REPORT_SECONDS * 2)
             except Exception as error:
                 state = State.LOST if followed.report.was_ready else State.FAILED
-                detail = str(error).strip().rpartition("\n")[2]
+                detail = reason(error)
                 log.warning("the actor of %s does not answer: %s", followed.report.name, detail)
                 self._set(followed, dataclasses.replace(followed.report, state=state, pid=None, detail=detail))
                 await asyncio.sleep(delay)
-                delay = min(delay * 2, RETRY_SECONDS[1])
+                delay = min(delay * 2, self._retry_seconds[1])
                 followed.actor, seen = None, None
                 continue
-            delay = RETRY_SECONDS[0]
+            delay = self._retry_seconds[0]
             seen = report
             # A new process of the actor has not been ready yet; gateways keep the node in the meantime.
             if followed.report.was_ready and not report.was_ready and report.url == followed.report.url:
@@ -153,3 +170,11 @@ class Controller:
             self._is_settled = self._is_settled or settled
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
+
+
+class ControllerActor(Controller):
+    """The controller in a process of its own."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        set_up(os.environ, in_background=True)
+        super().__init__(settings)
