@@ -100,6 +100,8 @@ def _main(temporary: str, first: str, root: str) -> None:
         return {
             "num_cpus": 0,
             "include_dashboard": False,
+            "include_log_monitor": False,
+            "no_monitor": True,  # of the autoscaler
             "object_store_memory": OBJECT_STORE_BYTES,
             "node_name": name.partition("/")[0],
             "env_vars": {key: own[key] for key in ("HEADGATE_STATE_DIR", "HEADGATE_LOCK_DIR")},
