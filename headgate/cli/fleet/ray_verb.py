@@ -116,8 +116,7 @@ def _up(session: Session) -> int:
         raise HeadgateError("the cluster has no node for an inference service: all have the label headgate=off")
     if not_ready:
         raise HeadgateError(
-            f"not ready after {session.args.timeout:g} s: {', '.join(not_ready)}; they are tried again, "
-            f"`headgate ray status` shows them"
+            f"not ready: {', '.join(not_ready)}; they are tried again, and `headgate ray status` shows them"
         )
     return Exit.OK
 
