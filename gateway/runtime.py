@@ -238,12 +238,6 @@ class Runtime:
             raise RequestError(Code.INVALID_REQUEST, f"{what}; nodes: {', '.join(nodes) or 'none yet'}", param="node")
         return found
 
-    @property
-    def local(self) -> LocalProvider:
-        """The only inference service, or the first of several; raises RequestError while none is known."""
-        nodes = self.fleet.nodes
-        return next(iter(nodes.values())).provider if nodes else self.node().provider
-
     def operator_headers(self) -> dict[str, str]:
         """Headers of requests to the inference service that change something, if that needs a key of its own."""
         key = self._source.environ().get("INFERENCE_ADMIN_KEY")

@@ -220,3 +220,39 @@ async def test_answer_of_a_removed_node_ends_there(fleet: Fleet) -> None:
     assert await asked == (busy, "Hello there!")
     assert {node for node, _ in await asyncio.gather(*later)} == {other}
     assert [one for one in gateway.runtime.breakers.describe() if one["node"] == busy] == []
+
+
+async def test_request_at_a_node_that_is_found_to_be_down_goes_to_another(fleet: Fleet) -> None:
+    for service in fleet.nodes.values():
+        service.answers["demo"] = Answer(stall_before_headers=True)
+    asked = asyncio.create_task(fleet.ask())
+    await until("a node has the request", lambda: [name for name, one in fleet.nodes.items() if one.seen])
+    stuck = next(name for name, one in fleet.nodes.items() if one.seen)
+    fleet.nodes[fleet.other(stuck)].answers["demo"] = Answer()
+    fleet.nodes[stuck].ready = False
+    fleet.gateway.runtime.node(stuck).prober.suspect()
+    assert await asked == (fleet.other(stuck), "Hello there!")
+
+
+async def test_request_that_a_node_finds_invalid_is_not_sent_to_another(fleet: Fleet) -> None:
+    answer = await fleet.gateway.chat(messages=[{"role": "user", "content": [{"type": "text", "text": 1}]}])
+    assert answer.status_code == 400
+    for service in fleet.nodes.values():
+        service.answers["demo"] = Answer(refuse=Code.INVALID_REQUEST, status=400, message="bad")
+    answer = await fleet.gateway.chat()
+    assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (400, "1")
+    assert answer.json()["error"]["message"] == "bad"
+
+
+async def test_embeddings_and_token_counts_use_the_nodes(fleet: Fleet) -> None:
+    status = ModelStatus(id="vectors", state=ModelState.READY, context_length=64, capabilities=("embeddings",))
+    fleet.nodes["b"].models["vectors"] = status
+    fleet.nodes["b"].counts["demo"] = 7
+    fleet.nodes["a"].counts["demo"] = 7
+    fleet.gateway.runtime.view.poll_soon()
+    await until("it is listed", lambda: "vectors" in fleet.gateway.runtime.view.models)
+    answer = await fleet.gateway.client.post("/v1/embeddings", json={"model": "vectors", "input": "a"})
+    assert (answer.status_code, answer.headers["x-headgate-node"]) == (200, "b")
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    counted = await fleet.gateway.client.post("/v1/messages/count_tokens", json=body)
+    assert (counted.status_code, counted.json()) == (200, {"input_tokens": 7})
