@@ -1,4 +1,4 @@
-"""TLS between gateways and the inference service: who is refused, which files are, and new certificates."""
+"""TLS between gateways and the inference service: refused clients and files, and new certificates."""
 
 from __future__ import annotations
 
