@@ -47,11 +47,13 @@ class Copy(NamedTuple):
 class RebalanceState(NamedTuple):
     """What one decision leaves for the next: since when a model needs a copy, and when it may get the next one.
 
-    `refused`: until when a node is not asked again for a model, because it had no room.
+    `relieved`: until when a busy node causes no other copy. `refused`: until when a node is not asked again for a
+    model, because it had no room.
     """
 
     since: Mapping[str, float] = {}
     not_before: Mapping[str, float] = {}
+    relieved: Mapping[str, float] = {}
     refused: Mapping[tuple[str, str], float] = {}
 
     def after_refusal(self, model: str, nodes: Iterable[str], now: float) -> RebalanceState:
@@ -80,21 +82,26 @@ def rebalance(
     """
     fleet = _Fleet(table, replicas, unavailable)
     refused = {key: until for key, until in state.refused.items() if until > now}
+    not_before = {model: until for model, until in state.not_before.items() if until > now}
+    relieved = {node: until for node, until in state.relieved.items() if until > now}
     since: dict[str, float] = {}
-    not_before = {model: seconds for model, seconds in state.not_before.items() if seconds > now}
     copies: list[Copy] = []
-    for model in sorted({*replicas, *table.loaded_models}):
+    for model in sorted({*replicas, *table.loaded_models}, key=lambda model: (-fleet.in_flight(model), model)):
         missing = fleet.missing(model)
-        if (reason := missing or fleet.overloaded(model)) is None:
+        full = missing or fleet.full(model)
+        if (reason := full or fleet.busy(model)) is None:
             continue
         since[model] = state.since.get(model, now)
-        if now - since[model] < HOLD_SECONDS or model in not_before:
+        sources = () if full else fleet.copies(model)
+        if now - since[model] < HOLD_SECONDS or model in not_before or not relieved.keys().isdisjoint(sources):
             continue
         nodes = [node for node in fleet.targets(model, missing is not None) if (model, node) not in refused]
         if nodes:
             not_before[model] = now + REST_SECONDS
+            relieved |= dict.fromkeys(sources, now + REST_SECONDS)
+            fleet.coming[nodes[0]] += 1
             copies.append(Copy(model, reason, tuple(nodes[:MOST_PLANS]), missing is not None))
-    return Rebalancing(RebalanceState(since, not_before, refused), tuple(copies), tuple(fleet.kept()))
+    return Rebalancing(RebalanceState(since, not_before, relieved, refused), tuple(copies), tuple(fleet.kept()))
 
 
 def cheapest(copy: Copy, plans: Mapping[str, Mapping[str, Any]], protected: Mapping[str, Set[str]]) -> str | None:
@@ -135,29 +142,38 @@ class _Fleet:
         self._mean_load = sum(loads) / len(loads) if loads else 0.0
         self._bound = load_bound(self._mean_load)
         self._kept_by_node = Counter(node for model in replicas for node in table.loaded(model))
+        self.coming = Counter[str]()
+        """The copies that this decision brings to a node."""
 
-    def _copies(self, model: str) -> list[str]:
+    def copies(self, model: str) -> list[str]:
+        """The nodes that answer and have the model loaded, or will have soon."""
         return [node for node in self._table.loaded(model) if node not in self._unavailable]
+
+    def in_flight(self, model: str) -> int:
+        """The requests for the model on all of its copies."""
+        return sum(self._table.in_flight(node, model) for node in self.copies(model))
 
     def missing(self, model: str) -> str | None:
         """Why the model needs a copy for its `replicas`."""
         wanted = min(self._replicas.get(model, 0), len(self._table.listed(model)))
-        loaded = len(self._copies(model))
+        loaded = len(self.copies(model))
         return f"it is loaded on {loaded} of {wanted} nodes" if loaded < wanted else None
 
-    def overloaded(self, model: str) -> str | None:
-        """Why the model needs a copy for its requests."""
-        copies = self._copies(model)
-        statuses = [status for node in copies if (status := self._table.status(node, model)) is not None]
-        if not statuses or any(status.state in _LOADING for status in statuses):
+    def full(self, model: str) -> str | None:
+        """Why the model needs a copy for more requests; None while one is loaded."""
+        found = (self._table.status(node, model) for node in self.copies(model))
+        statuses = [status for status in found if status is not None]
+        in_flight, places = self.in_flight(model), sum(status.parallel for status in statuses)
+        if in_flight <= max(1, FULL * places) or any(status.state in _LOADING for status in statuses):
             return None
-        in_flight = sum(self._table.in_flight(node, model) for node in copies)
-        places = sum(status.parallel for status in statuses)
-        if in_flight > max(1, FULL * places):
-            return f"its {len(copies)} nodes have {in_flight} requests for {places} places"
-        if in_flight and all(self._table.node_load(node) > self._bound for node in copies):
-            return f"its {len(copies)} nodes have over {self._bound:.1f} requests; the mean is {self._mean_load:.1f}"
-        return None
+        return f"its {len(statuses)} nodes have {in_flight} requests for {places} places"
+
+    def busy(self, model: str) -> str | None:
+        """Why the model needs a copy elsewhere: all of its nodes have more requests than others."""
+        nodes = self.copies(model)
+        if not self.in_flight(model) or any(self._table.node_load(node) <= self._bound for node in nodes):
+            return None
+        return f"its {len(nodes)} nodes have over {self._bound:.1f} requests; the mean is {self._mean_load:.1f}"
 
     def targets(self, model: str, is_missing: bool) -> list[str]:
         """The nodes for another copy, the best first; for load only nodes without more load than the mean."""
@@ -171,14 +187,15 @@ class _Fleet:
                 continue
             load = self._table.node_load(node)
             if is_missing or load <= self._mean_load:
-                found.append((self._kept_by_node[node], load, status.load_seconds or 0.0, node))
+                kept = self._kept_by_node[node]
+                found.append((kept, load + self.coming[node], status.load_seconds or 0.0, node))
         return [node for *_, node in sorted(found)]
 
     def kept(self) -> Iterable[tuple[str, str]]:
         """The idle copies of kept models to use, those that were used last."""
         for model, wanted in self._replicas.items():
             idle = []
-            for node in self._copies(model):
+            for node in self.copies(model):
                 status = self._table.status(node, model)
                 if status is not None and status.state in _READY:
                     idle.append((status.idle_seconds or 0.0, node))

@@ -87,6 +87,28 @@ def test_a_model_on_busy_nodes_gets_a_copy_on_another() -> None:
     assert settled(idle, {}).copies == ()
 
 
+def test_a_busy_node_is_relieved_of_one_model_at_a_time() -> None:
+    table = NodeTable()
+    for node in "abc":
+        for model, requests in (("x", 5), ("y", 6), ("z", 1)):
+            state = READY if node == "a" else COLD
+            table.update_model(node, ModelStatus(model, state, in_flight=requests if node == "a" else 0, parallel=32))
+    found = settled(table, {})
+    assert [copy.model for copy in found.copies] == ["y"]
+    assert rebalance(table, {}, found.state, HOLD_SECONDS + 1).copies == ()
+    later = rebalance(table, {}, found.state, HOLD_SECONDS + REST_SECONDS)
+    assert [copy.model for copy in later.copies] == ["y"]
+
+
+def test_copies_of_one_decision_go_to_different_nodes() -> None:
+    table = NodeTable()
+    for model in ("x", "y"):
+        table.update_model("a", ModelStatus(model, READY, in_flight=4, parallel=4))
+        for node in "bc":
+            table.update_model(node, ModelStatus(model, COLD))
+    assert [copy.nodes for copy in settled(table, {}).copies] == [("b", "c"), ("c", "b")]
+
+
 def test_a_need_that_ends_begins_anew() -> None:
     table = table_of({"a": READY, "b": COLD}, in_flight=3)
     state = rebalance(table, {}, RebalanceState(), 0.0).state
