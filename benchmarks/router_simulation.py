@@ -345,14 +345,15 @@ class Simulation:
 
     def _store(self, node: Node, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
         """The KV cache of the conversation is stored, and the oldest one is removed."""
+        before = node.cache.get(talk.key, (0, ()))[1]
         node.cache[talk.system] = (SYSTEM_TOKENS, talk.blocks.hashes[:1])
         node.cache[talk.key] = (tokens, labels)
         node.cache.move_to_end(talk.system)
         node.cache.move_to_end(talk.key)
-        removed: tuple[str, ...] = ()
+        removed = tuple(set(before).difference(labels))
         while len(node.cache) > CACHED_CONVERSATIONS:
             removed += node.cache.popitem(last=False)[1][1]
-        self.at(EVENT_SECONDS, self.report, node, labels, removed)
+        self.at(EVENT_SECONDS, self.report, node, tuple(set(labels).difference(before)), removed)
 
     # --- what gateways learn -----------------------------------------------------------------------------------------
     def poll(self, gateway: Gateway, node: Node) -> None:

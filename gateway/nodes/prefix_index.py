@@ -6,14 +6,17 @@ gateways send requests too. The `kv` events of a node correct it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gateway.nodes.prefix_blocks import PrefixBlocks
 
 BLOCKS_PER_NODE = 8192
 """Blocks that are remembered of one node."""
 MOST_BLOCKS = 500_000
-"""Blocks that are remembered of all nodes together, about 200 bytes of memory each."""
+"""Blocks that are remembered of all nodes together, about 300 bytes of memory each."""
+LAST_BLOCKS = 8
+"""Of a prompt, the last blocks are remembered, where the next turn goes on, and of those before the first, second,
+fourth, eighth and so on: of a beginning that other prompts share, at least half is found."""
 MOST_NODES = 8
 """Nodes that `best` returns, besides those that it is asked about."""
 
@@ -25,12 +28,14 @@ class PrefixIndex:
         self._blocks_per_node = blocks_per_node
         self._most_blocks = most_blocks
         self._blocks: dict[str, dict[str, None]] = {}
-        self._holders: dict[str, dict[str, None]] = {}
+        self._holders: dict[str, tuple[str, ...]] = {}
+        self._alone: dict[str, tuple[str, ...]] = {}
+        """The value of `_holders` for the blocks that only one node has."""
 
     # --- updates -----------------------------------------------------------------------------------------------------
-    def note(self, node: str, hashes: Iterable[str]) -> None:
+    def note(self, node: str, hashes: Sequence[str]) -> None:
         """A prompt with these blocks is sent to `node`. Its last block is the first one to be forgotten again."""
-        self._add(node, reversed(tuple(hashes)))
+        self._add(node, [hashes[place] for place in _remembered(len(hashes))])
 
     def stored(self, node: str, hashes: Iterable[str]) -> None:
         """`node` reports that it has stored sequences with these labels."""
@@ -53,14 +58,17 @@ class PrefixIndex:
         """`node` has left or lost its cache."""
         for hash in self._blocks.pop(node, ()):
             self._release(node, hash)
+        self._alone.pop(node, None)
 
     def _add(self, node: str, hashes: Iterable[str]) -> None:
         blocks, holders = self._blocks.setdefault(node, {}), self._holders
+        alone = self._alone.setdefault(node, (node,))
         for hash in hashes:
             if hash in blocks:
                 del blocks[hash]  # moves to the end
             else:
-                holders.setdefault(hash, {})[node] = None
+                others = holders.get(hash)
+                holders[hash] = alone if others is None else others + alone
             blocks[hash] = None
         most = min(self._blocks_per_node, max(1, self._most_blocks // len(self._blocks)))
         while len(blocks) > most:
@@ -69,9 +77,10 @@ class PrefixIndex:
             self._release(node, oldest)
 
     def _release(self, node: str, hash: str) -> None:
-        holders = self._holders[hash]
-        del holders[node]
-        if not holders:
+        others = tuple(other for other in self._holders[hash] if other != node)
+        if others:
+            self._holders[hash] = others
+        else:
             del self._holders[hash]
 
     # --- queries -----------------------------------------------------------------------------------------------------
@@ -87,12 +96,11 @@ class PrefixIndex:
         Besides the best ones these are the nodes of `among`: a beginning that many nodes have is then credited to them.
         """
         found: dict[str, int] = {}
-        missing = dict.fromkeys(among)
-        holders = self._holders
+        missing = {node: self._blocks[node] for node in among if node in self._blocks}
         for hash, end in zip(reversed(blocks.hashes), reversed(blocks.end_bytes), strict=True):
-            if (nodes := holders.get(hash)) is None:
+            if (nodes := self._holders.get(hash)) is None:
                 continue
-            for node in [node for node in missing if node in nodes]:
+            for node in [node for node, known in missing.items() if hash in known]:
                 del missing[node]
                 found.setdefault(node, end)
             for node in reversed(nodes):
@@ -100,3 +108,12 @@ class PrefixIndex:
                     break
                 found.setdefault(node, end)
         return found
+
+
+def _remembered(count: int) -> list[int]:
+    """The places of the blocks of a prompt that are remembered, of `count` blocks, the last first."""
+    places = list(range(count - 1, max(-1, count - 1 - LAST_BLOCKS), -1))
+    place = 1 << max(0, count - LAST_BLOCKS).bit_length()
+    while place := place >> 1:
+        places.append(place - 1)
+    return places

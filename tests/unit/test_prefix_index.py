@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.nodes.prefix_blocks import PrefixBlocks
-from gateway.nodes.prefix_index import MOST_NODES, PrefixIndex
+from gateway.nodes.prefix_index import LAST_BLOCKS, MOST_NODES, PrefixIndex
 from gateway.nodes.prefixes import Prefixes
 
 LONG = PrefixBlocks(("h1", "h2", "h3", "h4"), (10, 20, 30, 40), 1)
@@ -16,6 +16,18 @@ def test_the_longest_beginning_of_each_node_counts() -> None:
     assert index.best(LONG) == {"a": 30, "b": 10}
     assert list(index.best(LONG)) == ["a", "b"]
     assert (index.longest("a", LONG), index.longest("b", LONG), index.longest("c", LONG)) == (30, 10, 0)
+
+
+def test_of_a_long_prompt_the_end_and_some_of_the_beginning_are_remembered() -> None:
+    index = PrefixIndex()
+    count = 100
+    prompt = PrefixBlocks(tuple(f"h{place}" for place in range(count)), tuple(range(1, count + 1)), 1)
+    index.note("a", prompt.hashes)
+    for length in range(1, count + 1):
+        beginning = PrefixBlocks(prompt.hashes[:length], prompt.end_bytes[:length], 1)
+        found = index.longest("a", beginning)
+        assert length / 2 < found <= length
+        assert found == length or length <= count - LAST_BLOCKS
 
 
 def test_events_of_a_node_correct_the_estimate() -> None:
