@@ -20,8 +20,8 @@ MARGIN_SECONDS = 0.02
 MARGIN_SHARE = 0.1
 """Scores within MARGIN_SECONDS plus MARGIN_SHARE of the best one count as equally good."""
 
-LOAD_BOUND = 1.25
-LOAD_SLACK = 4.0
+LOAD_BOUND = 1.2
+LOAD_SLACK = 3.0
 """The most load of a node, as a multiple of the mean and in requests above it, while another one has a free place
 (consistent hashing with bounded loads, https://arxiv.org/abs/1608.01350)."""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, choose, load_bound
+from gateway.nodes.node_choice import LOAD_BOUND, ChosenNode, NodeFacts, NodeNeeds, choose, load_bound
 from gateway.nodes.prefix_blocks import BLOCK_BYTES, PrefixBlocks, prefix_blocks
 from gateway.nodes.prefix_index import PrefixIndex
 from gateway.providers.local.candidate_facts import LikelyFailure, Speed
@@ -93,7 +93,7 @@ def test_load_is_bounded_while_another_node_has_a_place(given: list[tuple[int, f
     if any(node.load < 1 and node.node_load <= load_bound(mean) for node in nodes):
         assert chosen.node_load <= load_bound(mean)
         total = sum(node.in_flight for node in nodes) + 1
-        assert chosen.load < 1 or chosen.load <= 1.25 * total / (4 * len(nodes))
+        assert chosen.load < 1 or chosen.load <= LOAD_BOUND * total / (4 * len(nodes))
 
 
 MESSAGES = st.lists(

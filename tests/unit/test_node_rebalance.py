@@ -81,7 +81,7 @@ def test_a_model_on_busy_nodes_gets_a_copy_on_another() -> None:
     table = table_of({"a": READY, "b": COLD}, in_flight=1)
     table.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
     (copy,) = settled(table, {}).copies
-    assert copy == Copy("m", "its 1 nodes have over 10.0 requests; the mean is 6.0", ("b",), False)
+    assert copy == Copy("m", "its 1 nodes have over 9.0 requests; the mean is 6.0", ("b",), False)
     idle = table_of({"a": READY, "b": COLD})
     idle.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
     assert settled(idle, {}).copies == ()
