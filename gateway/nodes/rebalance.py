@@ -86,13 +86,13 @@ def rebalance(
     relieved = {node: until for node, until in state.relieved.items() if until > now}
     since: dict[str, float] = {}
     copies: list[Copy] = []
-    for model in sorted({*replicas, *table.loaded_models}, key=lambda model: (-fleet.in_flight(model), model)):
-        missing = fleet.missing(model)
-        full = missing or fleet.full(model)
-        if (reason := full or fleet.busy(model)) is None:
+    for model, usage in fleet.models():
+        missing = fleet.missing(model, usage)
+        full = missing or usage.full
+        if (reason := full or fleet.busy(usage)) is None:
             continue
         since[model] = state.since.get(model, now)
-        sources = () if full else fleet.copies(model)
+        sources = () if full else usage.nodes
         if now - since[model] < HOLD_SECONDS or model in not_before or not relieved.keys().isdisjoint(sources):
             continue
         nodes = [node for node in fleet.targets(model, missing is not None) if (model, node) not in refused]
@@ -131,6 +131,22 @@ def protected(table: NodeTable, replicas: Mapping[str, int]) -> dict[str, set[st
     return found
 
 
+class _Usage(NamedTuple):
+    """The copies of a model on nodes that answer: requests, places, and whether one is being loaded."""
+
+    nodes: tuple[str, ...]
+    in_flight: int
+    places: int
+    is_loading: bool
+
+    @property
+    def full(self) -> str | None:
+        """Why the model needs a copy for more requests; None while one is loaded."""
+        if self.in_flight <= max(1, FULL * self.places) or self.is_loading:
+            return None
+        return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.places} places"
+
+
 class _Fleet:
     """Questions about the nodes at one moment."""
 
@@ -145,43 +161,42 @@ class _Fleet:
         self.coming = Counter[str]()
         """The copies that this decision brings to a node."""
 
-    def copies(self, model: str) -> list[str]:
-        """The nodes that answer and have the model loaded, or will have soon."""
-        return [node for node in self._table.loaded(model) if node not in self._unavailable]
+    def models(self) -> list[tuple[str, _Usage]]:
+        """The models that are in use or kept, the most used first."""
+        usages = ((model, self._usage(model)) for model in {*self._replicas, *self._table.loaded_models})
+        found = [one for one in usages if one[1].in_flight or one[0] in self._replicas]
+        return sorted(found, key=lambda one: (-one[1].in_flight, one[0]))
 
-    def in_flight(self, model: str) -> int:
-        """The requests for the model on all of its copies."""
-        return sum(self._table.in_flight(node, model) for node in self.copies(model))
+    def _usage(self, model: str) -> _Usage:
+        nodes = [node for node in self._table.loaded(model) if node not in self._unavailable]
+        statuses = [self._table.models_of(node)[model] for node in nodes]
+        return _Usage(
+            tuple(nodes),
+            sum([status.in_flight + status.queued for status in statuses]),
+            sum([status.parallel for status in statuses]),
+            any(status.state in _LOADING for status in statuses),
+        )
 
-    def missing(self, model: str) -> str | None:
+    def missing(self, model: str, usage: _Usage) -> str | None:
         """Why the model needs a copy for its `replicas`."""
         wanted = min(self._replicas.get(model, 0), len(self._table.listed(model)))
-        loaded = len(self.copies(model))
+        loaded = len(usage.nodes)
         return f"it is loaded on {loaded} of {wanted} nodes" if loaded < wanted else None
 
-    def full(self, model: str) -> str | None:
-        """Why the model needs a copy for more requests; None while one is loaded."""
-        found = (self._table.status(node, model) for node in self.copies(model))
-        statuses = [status for status in found if status is not None]
-        in_flight, places = self.in_flight(model), sum(status.parallel for status in statuses)
-        if in_flight <= max(1, FULL * places) or any(status.state in _LOADING for status in statuses):
-            return None
-        return f"its {len(statuses)} nodes have {in_flight} requests for {places} places"
-
-    def busy(self, model: str) -> str | None:
+    def busy(self, usage: _Usage) -> str | None:
         """Why the model needs a copy elsewhere: all of its nodes have more requests than others."""
-        nodes = self.copies(model)
-        if not self.in_flight(model) or any(self._table.node_load(node) <= self._bound for node in nodes):
+        if not usage.in_flight or any(self._table.node_load(node) <= self._bound for node in usage.nodes):
             return None
-        return f"its {len(nodes)} nodes have over {self._bound:.1f} requests; the mean is {self._mean_load:.1f}"
+        count, bound = len(usage.nodes), self._bound
+        return f"its {count} nodes have over {bound:.1f} requests; the mean is {self._mean_load:.1f}"
 
     def targets(self, model: str, is_missing: bool) -> list[str]:
         """The nodes for another copy, the best first; for load only nodes without more load than the mean."""
         copies = set(self._table.loaded(model))
         found = []
         for node in self._table.listed(model):
-            status = self._table.status(node, model)
-            if node in copies or node in self._unavailable or status is None:
+            status = self._table.models_of(node)[model]
+            if node in copies or node in self._unavailable:
                 continue
             if status.state is not ModelState.COLD or status.fits is False:
                 continue
@@ -195,8 +210,8 @@ class _Fleet:
         """The idle copies of kept models to use, those that were used last."""
         for model, wanted in self._replicas.items():
             idle = []
-            for node in self.copies(model):
-                status = self._table.status(node, model)
-                if status is not None and status.state in _READY:
+            for node in self._usage(model).nodes:
+                status = self._table.models_of(node)[model]
+                if status.state in _READY:
                     idle.append((status.idle_seconds or 0.0, node))
             yield from ((model, node) for seconds, node in sorted(idle)[:wanted] if seconds >= KEEP_SECONDS)
