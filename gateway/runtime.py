@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gateway import configuration
+from gateway import settings_loading
 from gateway.access.admission import Admission
 from gateway.access.authentication import Keys
 from gateway.access.key_usage import Limiter
@@ -80,7 +80,7 @@ class Source:
 
     def load(self) -> GatewayConfig:
         """The current configuration; raises ConfigError."""
-        return configuration.load(self.config_dir, self.environ(), self.overrides)
+        return settings_loading.load(self.config_dir, self.environ(), self.overrides)
 
 
 class Observer(Protocol):
@@ -275,7 +275,7 @@ class Runtime:
             tls = await asyncio.to_thread(read_tls, config.inference.tls)
             if is_new_fleet:
                 await membership.first()
-            changed = configuration.changes(self.config, config)
+            changed = settings_loading.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
             changed_providers = _changed_providers(self.config, config)
             self.config, self.keys, self._tls = config, keys, tls

@@ -143,9 +143,9 @@ def _any_set(session: Session, *names: str) -> bool:
 
 
 def _settings(session: Session) -> GatewayConfig:
-    from gateway import configuration  # takes 0.1 s, which is saved when `up` runs
+    from gateway import settings_loading  # takes 0.1 s, which is saved when `up` runs
 
-    return configuration.load(session.config_dir, session.environ)
+    return settings_loading.load(session.config_dir, session.environ)
 
 
 @dataclass(frozen=True)

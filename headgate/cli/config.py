@@ -46,7 +46,7 @@ class File:
 
 
 MODELS = File("models", "inference.settings", "ModelsFile")
-GATEWAY = File("gateway", "gateway.configuration", "GatewayConfig")
+GATEWAY = File("gateway", "gateway.settings_loading", "GatewayConfig")
 FILES = (MODELS, GATEWAY)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import configuration
+from gateway import settings_loading
 from headgate.shared.errors import ConfigError
 from inference.protocol import H_STREAM_INTERVAL
 from tests.rigs.fake_inference import FakeInference
@@ -62,4 +62,4 @@ async def test_stream_interval_is_not_counted_as_silence(tmp_path: Path, fake: F
 def test_invalid_stream_interval_is_refused(tmp_path: Path, setting: str) -> None:
     (tmp_path / "gateway.yaml").write_text(f"stream_interval: {setting}\n")
     with pytest.raises(ConfigError, match="stream_interval"):
-        configuration.load(tmp_path, {})
+        settings_loading.load(tmp_path, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import configuration
+from gateway import settings_loading
 from headgate.shared.configfile import MOST_BYTES, read_yaml
 from headgate.shared.errors import ConfigError, Problem
 
@@ -19,7 +19,7 @@ def problem_of(folder: Path, text: str, key: str, message: str) -> str:
     """The whole error for a gateway.yaml with `text` in line 2, whose only problem is `message` at `key`."""
     (folder / "gateway.yaml").write_text(f"port: 1234\n{text}\n")
     with pytest.raises(ConfigError) as caught:
-        configuration.load(folder, {"OPENAI_API_KEY": KEY})
+        settings_loading.load(folder, {"OPENAI_API_KEY": KEY})
     (problem,) = caught.value.problems
     assert (problem.line, problem.key) == (2, key)
     assert message in problem.message
@@ -68,7 +68,7 @@ def test_problem_of_a_variable_does_not_repeat_its_value(tmp_path: Path, variabl
     (tmp_path / "gateway.yaml").write_text("{}")
     value = f"[{KEY}]" if variable == "GATEWAY_KEYS" else f"{{openai: {KEY}}}"
     with pytest.raises(ConfigError, match=variable) as caught:
-        configuration.load(tmp_path, {variable: value})
+        settings_loading.load(tmp_path, {variable: value})
     assert KEY not in str(caught.value)
 
 
@@ -77,7 +77,7 @@ def test_problem_repeats_values_that_are_not_secret(tmp_path: Path) -> None:
         "breaker: {failures: many}\nattempts: {max: '${env:NOWHERE}'}\nmax_body: much\n"
     )
     with pytest.raises(ConfigError) as caught:
-        configuration.load(tmp_path, {})
+        settings_loading.load(tmp_path, {})
     first, second, third = sorted(caught.value.problems, key=lambda problem: problem.line or 0)
     assert "'many'" in first.message
     assert "the variable NOWHERE is not set" in second.message
@@ -87,7 +87,7 @@ def test_problem_repeats_values_that_are_not_secret(tmp_path: Path) -> None:
 def test_pipe_instead_of_a_configuration_file_is_refused_without_opening_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gateway.yaml")
     with pytest.raises(ConfigError, match="this is a pipe; use a file"):
-        configuration.load(tmp_path, {})
+        settings_loading.load(tmp_path, {})
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

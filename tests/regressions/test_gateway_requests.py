@@ -15,13 +15,13 @@ import pytest
 from gateway.apis.body_parser import MAX_NESTING
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
-from gateway.configuration import load
 from gateway.errors import RequestError
 from gateway.http.http_exchange import Exchange
 from gateway.providers.anthropic.anthropic_request import ToolIds
 from gateway.providers.http_clients import make_sdk_client
 from gateway.providers.sdk_stream import timeout_of
 from gateway.routing.attempt import Attempt
+from gateway.settings_loading import load
 from headgate.shared.errors import ConfigError
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gateway import configuration
+from gateway import settings_loading
 from gateway.access.authentication import Keys
 from headgate.cli.addresses import Record
 from headgate.cli.main import main
@@ -818,7 +818,7 @@ def test_key_new_prints_a_key_and_its_configuration(capsys: Any, tmp_path: Path,
     assert key not in output.err
     (tmp_path / "new").mkdir(mode=0o700)
     (tmp_path / "new" / "gateway.yaml").write_text("keys:\n" + output.err.partition("reload:\n")[2])
-    keys = Keys.load(configuration.load(tmp_path / "new", {}).keys, {}, StateDir(tmp_path / "new"))
+    keys = Keys.load(settings_loading.load(tmp_path / "new", {}).keys, {}, StateDir(tmp_path / "new"))
     found = keys.identify({"x-api-key": key})
     assert found is not None
     assert (found[0].name, "admin" in found[0].scopes) == ('team "a"', admin)

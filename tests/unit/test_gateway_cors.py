@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import configuration, cors
+from gateway import cors, settings_loading
 from headgate.shared.errors import ConfigError
 
 PAGE = "https://app.example.org"
@@ -67,10 +67,10 @@ def test_preflight_allows_headers_of_clients_only() -> None:
 def test_invalid_origin_is_an_error_of_the_configuration(tmp_path: Path, origin: str, message: str) -> None:
     (tmp_path / "gateway.yaml").write_text(f"cors: {{origins: ['{origin}']}}\n")
     with pytest.raises(ConfigError, match=message):
-        configuration.load(tmp_path, {})
+        settings_loading.load(tmp_path, {})
 
 
 def test_origins_come_from_the_file_or_the_environment(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text("cors: {origins: ['https://App.example.org', 'app://obsidian.md']}\n")
-    assert configuration.load(tmp_path, {}).cors.origins == (PAGE, "app://obsidian.md")
-    assert configuration.load(tmp_path, {"GATEWAY_CORS__ORIGINS": '["*"]'}).cors.origins == ("*",)
+    assert settings_loading.load(tmp_path, {}).cors.origins == (PAGE, "app://obsidian.md")
+    assert settings_loading.load(tmp_path, {"GATEWAY_CORS__ORIGINS": '["*"]'}).cors.origins == ("*",)

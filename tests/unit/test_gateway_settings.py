@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.configuration import changes, load
 from gateway.settings import GatewayConfig, node_source
+from gateway.settings_loading import changes, load
 from headgate.shared.configfile import unset_name
 from headgate.shared.errors import ConfigError
 from headgate.shared.state_directory import packaged_defaults

@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from gateway import configuration
+from gateway import settings_loading
 from gateway.endpoints.operator_routes import OPEN_PATHS as GATEWAY_PATHS
 from gateway.settings import KEY_VARIABLES, TOKEN_VARIABLE, GatewayConfig, node_source
 from inference import settings as inference_settings
@@ -94,7 +94,7 @@ def test_secrets_are_not_in_the_repository() -> None:
 
 # --- settings --------------------------------------------------------------------------------------------------------
 def test_gateways_use_all_pods_of_the_inference_service_and_the_shared_state() -> None:
-    config = configuration.load(FOLDER / "settings", {"REDIS_PASSWORD": "0" * 64})
+    config = settings_loading.load(FOLDER / "settings", {"REDIS_PASSWORD": "0" * 64})
     (entry,) = config.inference.nodes
     source = node_source(entry)
     service = NAMES["Service", "headgate-inference"]
@@ -112,7 +112,7 @@ def test_models_of_the_nodes_load() -> None:
 
 
 def test_pods_have_more_time_to_end_than_the_services_need_to_drain() -> None:
-    config = configuration.load(FOLDER / "settings", {"REDIS_PASSWORD": "x"})
+    config = settings_loading.load(FOLDER / "settings", {"REDIS_PASSWORD": "x"})
     for name, seconds in ((GATEWAY, config.drain_seconds), (INFERENCE, InferenceSettings().drain_seconds)):
         pod = WORKLOADS[name]["spec"]["template"]["spec"]
         assert pod["terminationGracePeriodSeconds"] > seconds + DRAIN_MARGIN_SECONDS

@@ -12,7 +12,7 @@ from gateway.apis.messages.messages_request import parse as parse_messages
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import ChatRequest, parse
 from gateway.apis.openai.route_parameters import NAMES, with_route_parameters
-from gateway.configuration import load
+from gateway.settings_loading import load
 from headgate.shared.errors import ConfigError
 from tests.rigs.typed_bodies import json_of
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gateway.configuration import load
 from gateway.settings import KeySettings
+from gateway.settings_loading import load
 from headgate.cli.accounts.usage_verb import usage_file
 from headgate.cli.addresses import gateway_key, has_keys
 from headgate.cli.command import Command, Session, UsageError

@@ -120,7 +120,7 @@ def _text(source: str, content: Mapping[str, Any]) -> str:
 
 def _mistakes(texts: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
     """What `headgate config check` will report, such as missing files of models."""
-    from gateway import configuration
+    from gateway import settings_loading
     from inference import settings as inference_settings
 
     found: list[str] = []
@@ -129,7 +129,7 @@ def _mistakes(texts: Mapping[str, str], environ: Mapping[str, str]) -> list[str]
             (Path(scratch) / name).write_text(text, encoding="utf-8")
         for load in (
             lambda: inference_settings.load(Path(scratch), environ, {}),
-            lambda: configuration.load(Path(scratch), environ),
+            lambda: settings_loading.load(Path(scratch), environ),
         ):
             try:
                 load()

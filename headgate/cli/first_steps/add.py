@@ -207,11 +207,11 @@ def _write(path: Path, model: str, fields: Mapping[str, Any], environ: Mapping[s
 
 def _hints(session: Session, directory: Path, target: Target, model: str) -> None:
     """How to use the model, or why no route leads to it."""
-    from gateway import configuration
+    from gateway import settings_loading
     from headgate.cli.first_steps.running_service import say_how_to_ask
 
     try:
-        routes = configuration.load(directory, target.environ).routes
+        routes = settings_loading.load(directory, target.environ).routes
     except ConfigError:
         return
     if model not in routes and "*" not in routes:
