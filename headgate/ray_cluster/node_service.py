@@ -149,10 +149,10 @@ def health(url: str, environ: Mapping[str, str], pid: int) -> dict[str, Any] | N
         except urllib.error.HTTPError as error:  # 503: a device is unhealthy
             body = error.read()
         found = json.loads(body)
-    except ssl.SSLError:
-        found = {}  # it asks for another certificate, and so it listens
     except (OSError, ValueError) as error:
-        if not isinstance(getattr(error, "reason", None), ssl.SSLError):
+        # It ends a connection whose certificate it does not trust, and so it listens.
+        refusal = error.reason if isinstance(error, urllib.error.URLError) else error
+        if not (url.startswith("https:") and isinstance(refusal, ssl.SSLError | ConnectionResetError)):
             return None
         found = {}
     # Another service may use the port, for example one that is about to end.

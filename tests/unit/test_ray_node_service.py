@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,9 @@ from headgate.ray_cluster.node_report import NodeReport, ServiceSettings, State
 from headgate.ray_cluster.node_service import NodeActor, NodeService, health, service_environ
 from headgate.supervisor import RestartDelays
 from tests.rigs.processes import free_port, is_alive
+from tests.rigs.tls import CERTIFICATE, server_context
+
+UNUSED_ROOT = CERTIFICATE.with_name("unused_root.pem")
 
 SETTINGS = ServiceSettings(headgate.__version__, token="shared")
 ANSWERS = """
@@ -110,3 +116,30 @@ async def test_node_with_another_version_starts_nothing() -> None:
     assert "`headgate ray up` was run with 9.9: install headgate 9.9" in report.detail
     assert await actor.report(report, 0.0) == report
     await actor.stop()
+
+
+@pytest.mark.parametrize("trusts_itself", [True, False])
+def test_service_with_tls_is_ready_also_when_it_asks_for_another_certificate(trusts_itself: bool) -> None:
+    """Without an epoch then: its health cannot be read."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
+        context = server_context()
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(CERTIFICATE if trusts_itself else UNUSED_ROOT)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        url = f"https://127.0.0.1:{server.server_address[1]}"
+        environ = {"INFERENCE_TLS_CERTIFICATE": str(CERTIFICATE), "INFERENCE_TLS_KEY": str(CERTIFICATE)}
+        found = health(url, environ, os.getpid())
+        server.shutdown()
+    assert found == ({"epoch": "e"} if trusts_itself else {})
+    assert health(url, environ, os.getpid()) is None
+
+
+class _Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"epoch": "e"}')
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
