@@ -93,21 +93,21 @@ class Rebalancer:
             self._state = self._state.after_refusal(copy.model, copy.nodes, self._clock())
         elif await self._is_holder():
             log.info("loading %s on node %s: %s", copy.model, name, copy.reason)
-            if not await self._load(copy.model, found.nodes[name]):
+            if not await self._load(copy.model, found.nodes[name], may_evict=copy.may_evict):
                 self._state = self._state.after_refusal(copy.model, (name,), self._clock())
 
     async def _keep(self, model: str, node: Node) -> None:
         """Uses a copy, so that its node does not unload it."""
         await self._load(model, node)
 
-    async def _load(self, model: str, node: Node) -> bool:
+    async def _load(self, model: str, node: Node, *, may_evict: bool = True) -> bool:
         """Loads `model` on `node`, or uses it there; whether that succeeded. A load that runs is not repeated."""
         key = (model, node.name)
         if key in self._loading:
             return True
         self._loading.add(key)
         try:
-            path = f"/models/{quote(model, safe='')}/load"
+            path = f"/models/{quote(model, safe='')}/load" + ("" if may_evict else "?evict=false")
             await node.provider.post_json(path, b"", LOAD_SECONDS, self._headers())
         except UpstreamError as error:
             log.warning("node %s did not load %s: %s", node.name, model, error)

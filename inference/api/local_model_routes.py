@@ -41,8 +41,10 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
         return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.post("/models/{model_id:path}/load")
-    async def load(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
-        await load_replicas(authority, model_id, seconds)
+    async def load(
+        model_id: str, seconds: float | None = Query(None, ge=0, le=86400), evict: bool = True
+    ) -> dict[str, Any]:
+        await load_replicas(authority, model_id, seconds, evicts=evict)
         return authority.status(authority.resolve(model_id)).to_json()
 
     @routes.post("/models/{model_id:path}/unload")
@@ -86,13 +88,18 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
 
 
 async def load_replicas(
-    authority: Authority, name: str, seconds: float | None = None, priority: Priority = Priority.HIGH
+    authority: Authority,
+    name: str,
+    seconds: float | None = None,
+    priority: Priority = Priority.HIGH,
+    *,
+    evicts: bool = True,
 ) -> None:
     """Loads the configured minimum of replicas of a model, or the named replica. Raises the error if none is loaded."""
     ids = authority.replicas(name)
     least = authority.model(ids[0]).spec.replicas[0]
     first, *others = await asyncio.gather(
-        *(authority.load(id, seconds, priority) for id in ids[:least]), return_exceptions=True
+        *(authority.load(id, seconds, priority, evicts=evicts) for id in ids[:least]), return_exceptions=True
     )
     if first is not None and None not in others:
         raise first

@@ -154,6 +154,12 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
             "changes": dict(planned.changes),
             "steps": list(planned.steps),
             "expected": planned.speed.to_json() if planned.speed else None,
+            "load_seconds": planned.load_seconds,
+            "evictions": [
+                {"model_name": held.model, "bytes": sum(held.bytes.values()), "load_seconds": held.reload_seconds}
+                for held in planned.evictions
+            ],
+            "free_bytes": dict(planned.free_bytes),
             "estimate": planned.estimate.to_json() if planned.estimate else None,
         }
 

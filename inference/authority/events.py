@@ -105,6 +105,7 @@ class Wanted:
 
     `alone`: no other request may run beside it. `retries`: number of earlier attempts of the same request.
     `conversation`: a key that requests of one conversation share. `any_replica`: another replica may serve it.
+    `evicts`: other models may leave for it.
     """
 
     ticket: int
@@ -117,6 +118,7 @@ class Wanted:
     purpose: Purpose = Purpose.CLIENT
     conversation: str | None = None
     any_replica: bool = False
+    evicts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

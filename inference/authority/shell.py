@@ -309,12 +309,14 @@ class Authority:
         retries: int = 0,
         conversation: str | None = None,
         any_replica: bool = False,
+        evicts: bool = True,
     ) -> Ticket:
         """A ticket for `model`, granted at once if the model is ready. `counts`: false for probes.
 
         `alone`: no other request may run beside it. `retries`: number of earlier attempts; with any, the queue limit
         does not apply. With `any_replica` the id of a model stands for all its replicas; requests with the same
-        `conversation` get the same one if possible. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS.
+        `conversation` get the same one if possible. Without `evicts` no other model leaves for it: if it does not fit
+        into free memory, it fails with the numbers. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS.
         Raises ShuttingDown, QueueFull and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
@@ -329,6 +331,7 @@ class Authority:
             retries,
             conversation=conversation,
             any_replica=any_replica,
+            evicts=evicts,
         )
         self.dispatch(wanted)
         if (error := ticket.refusal()) is not None:
@@ -350,9 +353,11 @@ class Authority:
         self._leases.pop(lease.record.id, None)
         self.dispatch(events.Released(lease.record.worker, lease.record.id, completed))
 
-    async def load(self, model: str, seconds: float | None = None, priority: Priority = Priority.HIGH) -> None:
+    async def load(
+        self, model: str, seconds: float | None = None, priority: Priority = Priority.HIGH, *, evicts: bool = True
+    ) -> None:
         """Loads the model, or one replica, and returns when it is ready; raises the same errors as a request."""
-        with self.ask(model, priority=priority, seconds=seconds) as ticket:
+        with self.ask(model, priority=priority, seconds=seconds, evicts=evicts) as ticket:
             await ticket.wait()
 
     async def command(self, request: events.Request) -> Any:

@@ -184,6 +184,8 @@ class TicketRecord:
     """the key of its conversation, by which it finds the same replica again"""
     movable: bool = False
     """any replica of the model may serve it"""
+    evicts: bool = True
+    """other models may leave for it"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,8 @@ async def test_defragmenting_moves_idle_models_so_that_a_large_one_fits(start: S
     scattered = await get(service, "/memory/fragmentation")
     assert (scattered["room_mb"], scattered["largest_room_mb"]) == (1100, 600)
     await post(service, "/models/large/load", status=503)
+    refused = await post(service, "/models/large/load?evict=false", status=503)
+    assert "short" in refused["error"]["message"]
     answer = await post(service, "/memory/defragment")
     assert answer["moved"] == [{"model_name": "b", "source": second, "target": first}]
     assert (answer["refused"], answer["largest_room_mb"]) == ([], {"before": 600, "after": 900})

@@ -573,7 +573,8 @@ class CheckedWorld(World):
         wanted = [model for model in state.models.values() if model.queue.waiters]
         if not wanted or state.commands or state.startup or state.checks:
             return []
-        if any(ticket.purpose in (Purpose.STARTUP, Purpose.REPLICA) for ticket in state.tickets.values()):
+        optional = (Purpose.STARTUP, Purpose.REPLICA)
+        if any(ticket.purpose in optional or not ticket.evicts for ticket in state.tickets.values()):
             return []  # these loads do not wait
         if any(model.state is _S.DRAINING for model in state.models.values()):
             return []

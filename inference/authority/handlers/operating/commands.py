@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference.authority.draft import Draft
@@ -24,14 +24,14 @@ from inference.authority.events import (
 )
 from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision, defragmentation, moving
-from inference.authority.handlers.queries import decode_speed, device_view
+from inference.authority.handlers.queries import decode_speed, device_view, expectations
 from inference.authority.handlers.queries.decode_speed import DecodeSpeed
 from inference.authority.handlers.queries.fit_costs import fit_costs
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models
 from inference.authority.handlers.running import departure, device_incidents, keeping, oom_recovery
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import ACCEPTING, Action, Reason
-from inference.authority.placement.plan import EvictionState, Placement, Refusal
+from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Result
 from inference.authority.placement.turns import Decision
 from inference.authority.state import (
     CollectCommand,
@@ -67,8 +67,8 @@ _S = ModelState
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The answer to a dry run: the decision, what was measured, which accelerators are missing, and the expected speed
-    of a placement.
+    """The answer to a dry run: the decision, what was measured, which accelerators are missing, and of a placement the
+    expected speed and time to load, the models that leave, and the bytes that are free on its devices afterwards.
     """
 
     outcome: Placement | Refusal
@@ -79,6 +79,9 @@ class Planned:
     steps: Sequence[Mapping[str, Any]]
     """the cost of each change"""
     speed: DecodeSpeed | None
+    load_seconds: float | None = None
+    evictions: Sequence[Held] = ()
+    free_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 # --- beginning -------------------------------------------------------------------------------------------------------
@@ -276,7 +279,14 @@ def _planned(draft: Draft, command: PlanCommand, model: ModelRecord, outcome: Pl
     if changes and (configured := next(undivided, None)) is not None:
         device, of_device = configured
         steps = fit_costs(state.read_rates, model.spec, model.effective, of_device, device)
-    return Planned(outcome, estimate, lost, changes, steps, speed)
+    if isinstance(outcome, Refusal):
+        return Planned(outcome, estimate, lost, changes, steps, speed)
+    leaving = [item for item in held_models(state, draft.now) if item.model in outcome.evict]
+    is_there = outcome.result is Result.DEPLOYED
+    ledger = state.ledger if is_there else state.ledger.without([item.holding for item in (*leaving, *own)])
+    free = {name: max(0, ledger.room(name)[0] - (0 if is_there else need)) for name, need in outcome.need.items()}
+    load_seconds = expectations.load_seconds(state, model, draft.now)
+    return Planned(outcome, estimate, lost, changes, steps, speed, load_seconds, leaving, free)
 
 
 def _trim(draft: Draft, id: int, command: CollectCommand) -> None:

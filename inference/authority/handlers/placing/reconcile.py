@@ -35,7 +35,7 @@ from inference.authority.placement.turns import Decision
 from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
 from inference.devices.device import CPU
-from inference.errors import ModelFailed
+from inference.errors import InferenceError, MemoryLimitExceededError, ModelFailed
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
@@ -128,8 +128,7 @@ def _decide(draft: Draft, id: str) -> Decision | None:
         return None
     outcome = found.refusal if isinstance(found, NeedsCheck) else found.outcome
     if _is_optional(draft, id) and not _fits_beside(draft, id, outcome):
-        reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
-        tickets.fail(draft, id, ModelFailed(f"there is no room beside other models{reason}"))
+        tickets.fail(draft, id, _no_room_beside(draft, id, outcome))
         return None
     if model.divisions:
         draft.set_model(id, divisions=0)
@@ -143,24 +142,44 @@ def _decide(draft: Draft, id: str) -> Decision | None:
     return found
 
 
+def _no_room_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> InferenceError:
+    """The error of an optional load: for a client with the numbers."""
+    if Purpose.CLIENT not in _purposes(draft, id):
+        reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
+        return ModelFailed(f"there is no room beside other models{reason}")
+    model = draft.model(id)
+    if isinstance(outcome, Refusal):
+        return refusal_error(draft.state, model.effective, outcome, draft.now)
+    reason = f"it would fit after the eviction of {', '.join(outcome.evict)}"
+    lacks = draft.state.ledger.lacks(outcome.need)
+    return MemoryLimitExceededError(model.id, lacks, reason=reason)
+
+
 def _purposes(draft: Draft, id: str) -> set[Purpose]:
     return {draft.state.tickets[waiter.id].purpose for waiter in draft.model(id).queue.waiters}
 
 
 def _is_optional(draft: Draft, id: str) -> bool:
-    """Whether the model is wanted only because of the start, or as a further replica: no model in use leaves for it."""
-    return _purposes(draft, id) <= {Purpose.STARTUP, Purpose.REPLICA}
+    """Whether the model is wanted only because of the start, as a further replica, or by clients that evict nothing: no
+    model in use leaves for it.
+    """
+    found = [draft.state.tickets[waiter.id] for waiter in draft.model(id).queue.waiters]
+    return all(ticket.purpose in (Purpose.STARTUP, Purpose.REPLICA) or not ticket.evicts for ticket in found)
 
 
 def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
     """Whether an optional load has room, perhaps with a change that its configuration allows: at the start without
-    evictions, for a replica after those of idle models that are no replicas of the same one.
+    evictions, for a replica after those of idle models that are no replicas of the same one. A replica and a client
+    wait for memory that is being released.
     """
     if outcome.result in _FITS or (isinstance(outcome, Refusal) and fit_of(draft.model(id).spec).allows(outcome.fix)):
         return True
-    if Purpose.REPLICA not in _purposes(draft, id):
+    purposes = _purposes(draft, id)
+    if not purposes & {Purpose.REPLICA, Purpose.CLIENT}:
         return False
     if isinstance(outcome, Placement):
+        if Purpose.REPLICA not in purposes:
+            return False
         leaving = [draft.model(name) for name in outcome.evict]
         others = replicas.replicas_of(draft.state, draft.model(id))
         return all(

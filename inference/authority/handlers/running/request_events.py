@@ -45,6 +45,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
         event.purpose,
         event.conversation,
         movable=is_movable,
+        evicts=event.evicts,
     )
     if state.closing:
         tickets.refuse(draft, ticket, ShuttingDown())
