@@ -79,9 +79,12 @@ class Authority(RuleBasedStateMachine):
 
     # --- requests ----------------------------------------------------------------------------------------------------
     @rule(name=names, priority=st.sampled_from(list(Priority)), seconds=st.sampled_from([None, None, 0.5, 20.0]),
-          alone=st.sampled_from([False, False, False, True]), retries=st.integers(0, 1))  # fmt: skip
-    def want(self, name: str, priority: Priority, seconds: float | None, alone: bool, retries: int) -> None:
-        self.world.want(name, priority=priority, seconds=seconds, alone=alone, retries=retries)
+          alone=st.sampled_from([False, False, False, True]), retries=st.integers(0, 1),
+          evicts=st.sampled_from([True, True, True, False]))  # fmt: skip
+    def want(
+        self, name: str, priority: Priority, seconds: float | None, alone: bool, retries: int, evicts: bool
+    ) -> None:
+        self.world.want(name, priority=priority, seconds=seconds, alone=alone, retries=retries, evicts=evicts)
 
     @rule(several=st.lists(names, min_size=1, max_size=4), seconds=st.sampled_from([0.0, 0.0, 1.0]))
     def use(self, several: list[str], seconds: float) -> None:
