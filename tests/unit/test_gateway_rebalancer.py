@@ -25,6 +25,7 @@ class Service:
         self.plan_of: dict[str, Any] | None = {"result": "FREE"}
         self.refuses = False
         self.loads: list[float] = []
+        self.paths: list[str] = []
         self.provider = self
         self.fleet: FleetView | None = None
         self.view = SimpleNamespace(is_fresh=True, models={})
@@ -39,7 +40,8 @@ class Service:
         return self.plan_of
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Any) -> Any:
-        assert (path, headers) == ("/models/m/load", {"authorization": "Bearer admin"})
+        assert headers == {"authorization": "Bearer admin"}
+        self.paths.append(path)
         self.loads.append(asyncio.get_running_loop().time())
         await asyncio.sleep(1.0)
         if self.refuses:
@@ -88,7 +90,21 @@ def test_model_is_loaded_on_as_many_nodes_as_replicas_by_one_gateway() -> None:
         world = World(*services, replicas=2, gateways=3)
         assert await world.after(HOLD_SECONDS - 3) == [0, 0, 0]
         assert await world.after(HOLD_SECONDS) == [0, 0, 1], "the cheapest plan"
+        assert services[2].paths == ["/models/m/load"]
         assert (await world.after(KEEP_SECONDS))[:2] == [0, 0]
+        await world.end()
+
+    virtual_time.run(work())
+
+
+def test_further_copy_of_a_busy_model_evicts_nothing() -> None:
+    """Also if its node has become full since it planned."""
+
+    async def work() -> None:
+        services = [Service("a", ModelState.BUSY, in_flight=8, queued=8), Service("b")]
+        world = World(*services)
+        await world.after(60.0)
+        assert services[1].paths[:1] == ["/models/m/load?evict=false"]
         await world.end()
 
     virtual_time.run(work())
