@@ -269,6 +269,13 @@ class Breakers:
                 longest = wait if longest is None else max(longest, wait)
         return longest
 
+    def awaits_probe(self, provider: str, model: str) -> bool:
+        """Whether the next attempt at the pair decides about an open breaker."""
+        found = (self._breakers.get((provider, "")), self._breakers.get((provider, model)))
+        return any(breaker is not None and breaker.state is not CLOSED for breaker in found) and (
+            self.open_for(provider, model) is None
+        )
+
     def outstanding(self, provider: str, model: str) -> int:
         """Attempts at the pair that run now."""
         breaker = self._breakers.get((provider, model))

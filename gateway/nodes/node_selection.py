@@ -121,9 +121,21 @@ class NodeSelection:
         self, names: Iterable[str], model: str, needs: NodeNeeds, cached_tokens: Mapping[str, int]
     ) -> ChosenNode | NoNode:
         nodes = [self._nodes[name] for name in names if name in self._nodes]  # others were added since
-        return choose(
-            [self._facts(node, model, cached_tokens.get(node.name, 0)) for node in nodes], needs, random.random
-        )
+        facts = [self._facts(node, model, cached_tokens.get(node.name, 0)) for node in nodes]
+        found = choose(facts, needs, random.random)
+        return self._probed(found, facts, model) if isinstance(found, ChosenNode) and found.others else found
+
+    def _probed(self, found: ChosenNode, facts: Iterable[NodeFacts], model: str) -> ChosenNode:
+        """`found`, or a node whose open breaker waits for an attempt: perhaps no request would choose it otherwise.
+
+        The model must be loaded there. If the attempt fails, another node answers.
+        """
+        for node in facts:
+            is_usable = node.name in found.others and node.is_loaded and node.likely_failure is None
+            if is_usable and self._breakers.awaits_probe(self._nodes[node.name].key, model):
+                others = tuple(found.name if name == node.name else name for name in found.others)
+                return found._replace(name=node.name, others=others)
+        return found
 
     def _blocks_for(self, model: str) -> PrefixBlocks | None:
         if model not in self._blocks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gateway.breaker.permits import BreakerState
 from gateway.nodes.fleet_view import FleetView
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
@@ -256,3 +257,18 @@ async def test_embeddings_and_token_counts_use_the_nodes(fleet: Fleet) -> None:
     body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     counted = await fleet.gateway.client.post("/v1/messages/count_tokens", json=body)
     assert (counted.status_code, counted.json()) == (200, {"input_tokens": 7})
+
+
+async def test_healed_node_gets_a_request_although_another_has_the_prompt(fleet: Fleet) -> None:
+    runtime, messages = fleet.gateway.runtime, [{"role": "user", "content": "a long text " * 1000}]
+    await fleet.ask(messages=messages)
+    first, _ = await fleet.ask(messages=messages)
+    other, port = fleet.other(first), fleet.nodes[fleet.other(first)].port
+    await fleet.nodes[other].stop()
+    runtime.node(other).prober.suspect()
+    await until("its breaker opens", lambda: runtime.breakers.states().get(f"local@{other}") is BreakerState.OPEN)
+    await fleet.nodes[other].start(port)
+    await until("its breaker admits", lambda: runtime.breakers.open_for(f"local@{other}", "demo") is None)
+    await until("it is listed", lambda: runtime.node(other).view.models)
+    assert (await fleet.ask(messages=messages))[0] == other
+    assert runtime.breakers.states()[f"local@{other}"] is BreakerState.CLOSED
