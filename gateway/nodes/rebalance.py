@@ -1,13 +1,14 @@
 """Which models need another copy on another node, and where.
 
-A model gets a copy when it has fewer than its `replicas`, when requests wait long at all of its copies, or when all of
+A model gets a copy when it has fewer than its `replicas`, when most places of its copies are in use, or when all of
 its copies are on busy nodes. Copies are only added: a node unloads an idle model by itself, except for those that are
-`kept`, which are used often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time, and a
-copy for load evicts nothing, so that copies do not displace each other.
+`kept`, which are used often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time (with
+many copies an eighth more), and a copy for load evicts nothing, so that copies do not displace each other.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ REFUSED_SECONDS = 60.0
 FULL = 0.6
 """The share of its places from which a model gets another copy: above it, a conversation often finds the node with its
 prefix full."""
+GROWTH = 0.125
+"""The share of its copies that a model gets at a time, at least one."""
 KEEP_SECONDS = 20.0
 """A kept copy that is idle for longer is used, so that its node does not unload it."""
 MOST_PLANS = 4
@@ -99,8 +102,9 @@ def rebalance(
         if nodes:
             not_before[model] = now + REST_SECONDS
             relieved |= dict.fromkeys(sources, now + REST_SECONDS)
-            fleet.coming[nodes[0]] += 1
-            copies.append(Copy(model, reason, tuple(nodes[:MOST_PLANS]), missing is not None))
+        for first in range(0, min(len(nodes), MOST_PLANS * (1 if missing else usage.more)), MOST_PLANS):
+            fleet.coming[nodes[first]] += 1
+            copies.append(Copy(model, reason, tuple(nodes[first : first + MOST_PLANS]), missing is not None))
     return Rebalancing(RebalanceState(since, not_before, relieved, refused), tuple(copies), tuple(fleet.kept()))
 
 
@@ -132,19 +136,29 @@ def protected(table: NodeTable, replicas: Mapping[str, int]) -> dict[str, set[st
 
 
 class _Usage(NamedTuple):
-    """The copies of a model on nodes that answer: requests, places, and whether one is being loaded."""
+    """The copies of a model on nodes that answer: requests, places, and how many copies are being loaded."""
 
     nodes: tuple[str, ...]
     in_flight: int
     places: int
-    is_loading: bool
+    loading: int
 
     @property
     def full(self) -> str | None:
-        """Why the model needs a copy for more requests; None while one is loaded."""
-        if self.in_flight <= max(1, FULL * self.places) or self.is_loading:
+        """Why the model needs copies for more requests; None while as many as allowed are loaded."""
+        if self.in_flight <= max(1, FULL * self.places) or self.loading >= self._most_loading:
             return None
         return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.places} places"
+
+    @property
+    def more(self) -> int:
+        """How many copies to load now: no more than are needed for the requests."""
+        needed = math.ceil(self.in_flight * len(self.nodes) / (FULL * self.places)) - len(self.nodes)
+        return max(1, min(needed, self._most_loading - self.loading))
+
+    @property
+    def _most_loading(self) -> int:
+        return max(1, int(GROWTH * len(self.nodes)))
 
 
 class _Fleet:
@@ -174,7 +188,7 @@ class _Fleet:
             tuple(nodes),
             sum([status.in_flight + status.queued for status in statuses]),
             sum([status.parallel for status in statuses]),
-            any(status.state in _LOADING for status in statuses),
+            sum([status.state in _LOADING for status in statuses]),
         )
 
     def missing(self, model: str, usage: _Usage) -> str | None:

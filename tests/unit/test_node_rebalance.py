@@ -87,6 +87,20 @@ def test_a_model_on_busy_nodes_gets_a_copy_on_another() -> None:
     assert settled(idle, {}).copies == ()
 
 
+def test_a_model_with_many_copies_gets_several_at_a_time() -> None:
+    states = {f"a{number:02}": READY for number in range(16)} | {f"b{number}": COLD for number in range(9)}
+    found = settled(table_of(states, in_flight=3), {}).copies
+    assert [copy.nodes for copy in found] == [("b0", "b1", "b2", "b3"), ("b4", "b5", "b6", "b7")]
+    table = table_of(states, in_flight=2)
+    for number in range(6):
+        table.update_model(f"a{number:02}", ModelStatus("m", READY, in_flight=4, parallel=4))
+    assert len(settled(table, {}).copies) == 2
+    table.update_model("b0", ModelStatus("m", LOADING, parallel=4))
+    assert len(settled(table, {}).copies) == 1
+    table.update_model("b1", ModelStatus("m", LOADING, parallel=4))
+    assert settled(table, {}).copies == ()
+
+
 def test_a_busy_node_is_relieved_of_one_model_at_a_time() -> None:
     table = NodeTable()
     for node in "abc":
