@@ -32,7 +32,7 @@ from headgate.shared.traces import tracing
 from headgate.shared.traces.span_ids import new_span_id
 from headgate.shared.wire import QuietServer, server_config
 from inference import settings
-from inference.api import kv_routes, local_model_routes, memory_routes, service_routes
+from inference.api import kv_routes, local_model_routes, memory_routes, pull_routes, service_routes
 from inference.api.relay import Relay
 from inference.api.relay_spans import worker_spans
 from inference.api.service_routes import OPEN_PATHS
@@ -130,7 +130,13 @@ class Service:
             kv_directory=state.root / "kv",
         )
         self.metrics.gauges = self._gauges
+        self.pulls = pull_routes.Pulls(self.authority)
         self.app = self._app(token, settings.admin_key, settings.max_body_bytes)
+
+    def close_streams(self) -> None:
+        """Ends event streams and downloads; none begins afterwards."""
+        self.authority.bus.close()
+        self.pulls.close()
 
     def _gauges(self) -> Iterator[GaugeMetricFamily]:
         self.authority.observe()
@@ -149,6 +155,7 @@ class Service:
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
         app.include_router(service_routes.router(app, self.authority, self.metrics, lambda: self.draining))
         app.include_router(local_model_routes.router(self.authority, self.crashes))
+        app.include_router(pull_routes.router(self.pulls))
         app.include_router(memory_routes.router(self.authority, Dumps(self.authority, self.crashes)))
         app.include_router(kv_routes.router(self.authority))
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
@@ -178,7 +185,8 @@ async def serve(
         listening.load()
         listening.ssl = tls.context
     server = QuietServer(listening)
-    stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides, tls))
+    running.pulls.reload = partial(_reload, running, config.config_dir, overrides, tls)
+    stopping = _handle_signals(running, server, running.pulls.reload)
     answering = asyncio.create_task(server.serve([sock]))
     lines = LogPublisher(running.authority.bus, asyncio.get_running_loop())
     logging.getLogger().addHandler(lines)
@@ -201,7 +209,7 @@ async def serve(
         server.should_exit = True
         stopping.cancel()
         running.authority.stop_accepting()  # after a failed start, requests and event streams may be open
-        running.authority.bus.close()
+        running.close_streams()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
         if tracer is not None:
@@ -230,7 +238,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
 
     async def stop(linger_seconds: float) -> None:
         await asyncio.sleep(linger_seconds)
-        running.authority.bus.close()
+        running.close_streams()
         server.should_exit = True
         await asyncio.sleep(running.authority.state.settings.drain_seconds)
         log.warning("drain time is over: ending open streams")
@@ -239,7 +247,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
     def on_stop(name: str, linger_seconds: float = LINGER_SECONDS) -> None:
         if running.draining:
             log.warning("%s again: ending open streams", name)
-            running.authority.bus.close()
+            running.close_streams()
             running.authority.stop_workers()
             server.should_exit = True
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -15,11 +16,15 @@ from urllib.parse import unquote
 
 @dataclass
 class SmallHub:
-    """Repositories with their files. `cut_after` ends the next answers after that number of bytes."""
+    """Repositories with their files. `cut_after` ends the next answers after that number of bytes.
+
+    While `flows` is not set, files stop after 1,000 bytes.
+    """
 
     repositories: Mapping[str, Mapping[str, bytes]]
     url: str = ""
     cut_after: list[int] = field(default_factory=list)
+    flows: threading.Event = field(default_factory=threading.Event)
     wrong_sums: bool = False
     ignores_ranges: bool = False
     gated: frozenset[str] = frozenset()
@@ -43,6 +48,7 @@ class SmallHub:
 def small_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[SmallHub]:
     """The hub on a free port of loopback until the block ends."""
     hub = SmallHub(repositories)
+    hub.flows.set()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
@@ -57,7 +63,12 @@ def small_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[Small
             self.end_headers()
             if hub.cut_after and status in (200, 206) and self.path.startswith("/cdn/"):
                 body = body[: hub.cut_after.pop(0)]
-            self.wfile.write(body)
+            if self.path.startswith("/cdn/") and not hub.flows.is_set():
+                self.wfile.write(body[:1000])
+                hub.flows.wait(30)
+                body = body[1000:]
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
 
         def do_GET(self) -> None:
             path = unquote(self.path.partition("?")[0])

@@ -250,6 +250,26 @@ def test_node_that_does_not_finish_is_given_up_at_the_deadline(monkeypatch: pyte
     assert list(answers.errors) == ["a", "b"]
 
 
+def test_pull_on_a_node_shows_its_events_and_exits_with_its_error(fleet: Fleet, capsys: Any) -> None:
+    begun = b'event: message\ndata: {"text": "downloading x.gguf"}\n\n: headgate downloading\n\n'
+    done = b'event: done\ndata: {"path": "/m/x.gguf", "bytes": 3, "model": null}\n\n'
+    failed = b'event: error\ndata: {"message": "the disk is full"}\n\n'
+    words = ["pull", "hf:org/x:Q8_0", "--node", "b"]
+    for frames, status, text in (
+        ([begun, done], 0, "hf:org/x:Q8_0 is in /m/x.gguf, but the service did not take it; its log says why"),
+        ([begun, failed], 1, "b: the disk is full"),
+        ([begun], 1, "b: the connection ended before the download; the same command continues it"),
+    ):
+        fleet["b"].answers["POST /models/pull"] = Canned(frames=frames)
+        assert main(words) == status
+        output = capsys.readouterr().err
+        assert "b: downloading x.gguf" in output
+        assert text in output
+    assert fleet["b"].requests[-1].body == {"source": "hf:org/x:Q8_0"}
+    assert main(["pull", "--node", "b"]) == 2
+    assert "name what to download on the node" in capsys.readouterr().err
+
+
 def test_doctor_reports_each_node(fleet: Fleet, capsys: Any) -> None:
     fleet["b"].answers["GET /v1/models"] = Canned({"error": {"message": "no", "code": "invalid_api_key"}}, 401)
     assert main(["doctor"]) == 1

@@ -40,6 +40,23 @@ _STATUS_SECONDS = 0.2
 Report = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the download of one file is. The text of it is one line."""
+
+    file: str
+    done_bytes: int
+    total_bytes: int
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        rate, share = self.bytes_per_second, 100 * self.done_bytes // max(1, self.total_bytes)
+        left = format_duration(round((self.total_bytes - self.done_bytes) / rate)) if rate > 0 else "-"
+        filled = "#" * (share // 5)
+        done = format_bytes(self.done_bytes)
+        return f"[{filled:<20}] {share} %  {done}  {format_bytes(int(rate))}/s  {left} left"
+
+
 class HubError(HeadgateError):
     """The hub refused, or could not be reached; or the disk is too small."""
 
@@ -84,17 +101,20 @@ class Download:
 class Hub:
     """A hub, with the address and token in `environ` (HF_ENDPOINT, HF_TOKEN). Close it after use."""
 
-    def __init__(self, environ: Mapping[str, str], *, say: Report, status: Report) -> None:
-        """`say` gets lines, `status` the progress, which each next call replaces."""
+    def __init__(self, environ: Mapping[str, str], *, say: Report, status: Callable[[Progress], None]) -> None:
+        """`say` gets lines, `status` the progress: each replaces the one before. Raises HubError."""
         self.endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         self._shown = re.sub(r"//[^/]*@", "//", self.endpoint)
         """Without a user name and password."""
         token = environ.get("HF_TOKEN")
-        self._client = httpx2.Client(
-            headers={"User-Agent": "headgate", **({"Authorization": f"Bearer {token}"} if token else {})},
-            timeout=httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
-            follow_redirects=True,
-        )
+        try:
+            self._client = httpx2.Client(
+                headers={"User-Agent": "headgate", **({"Authorization": f"Bearer {token}"} if token else {})},
+                timeout=httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+                follow_redirects=True,
+            )
+        except (ValueError, httpx2.InvalidURL) as error:
+            raise HubError(f"HF_ENDPOINT, HF_TOKEN or a proxy variable is invalid: {error}") from error
         self._say = say
         self._status = status
 
@@ -147,7 +167,7 @@ class Hub:
             if done > file.bytes:
                 hasher, done = _restart(out)
             failures, before = 0, done
-            progress = _Progress(file, done, self._say, self._status)
+            progress = _Meter(file, done, self._say, self._status)
             while done < file.bytes:
                 try:
                     for restarted, chunk in self._chunks(download, file, done):
@@ -282,12 +302,12 @@ def _restart(out: BinaryIO) -> tuple[Any, int]:
     return hashlib.sha256(), 0
 
 
-class _Progress:
-    """The line about one file: bytes, share, rate, time left."""
+class _Meter:
+    """Reports the progress of one file."""
 
-    def __init__(self, file: HubFile, done: int, say: Report, status: Report) -> None:
+    def __init__(self, file: HubFile, done: int, say: Report, status: Callable[[Progress], None]) -> None:
         self._file = file
-        self._begin = self._done = done
+        self._begin = done
         self._began = self._shown_at = time.monotonic()
         self._say = say
         self._status = status
@@ -296,15 +316,12 @@ class _Progress:
 
     def at(self, done: int) -> None:
         """`done` bytes are here."""
-        self._done = done
-        if (now := time.monotonic()) - self._shown_at < _STATUS_SECONDS:
+        now = time.monotonic()
+        if now - self._shown_at < _STATUS_SECONDS and done < self._file.bytes:
             return
         self._shown_at = now
-        rate = (done - self._begin) / (now - self._began)
-        left = format_duration(round((self._file.bytes - done) / rate)) if rate > 0 else "-"
-        share = 100 * done // max(1, self._file.bytes)
-        filled = "#" * (share // 5)
-        self._status(f"[{filled:<20}] {share} %  {format_bytes(done)}  {format_bytes(int(rate))}/s  {left} left")
+        rate = (done - self._begin) / max(now - self._began, 1e-3)
+        self._status(Progress(self._file.name, done, self._file.bytes, rate))
 
     def finished(self) -> None:
         """The file is complete and verified."""

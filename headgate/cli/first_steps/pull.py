@@ -1,20 +1,24 @@
-"""`headgate pull`: downloads models from a hub into INFERENCE_MODELS_DIR."""
+"""`headgate pull`: downloads models from a hub into INFERENCE_MODELS_DIR, of this machine or of a node."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headgate.cli.command import Command, Session, UsageError
+from headgate.cli.client import ANSWER_SECONDS, Api
+from headgate.cli.command import Session, UsageError, on_nodes
+from headgate.cli.nodes import Nodes, label
 from headgate.shared.errors import ConfigError, Exit, HeadgateError, Problem
 
 if TYPE_CHECKING:
-    from headgate.cli.first_steps.hub import Hub
     from inference.models_dir import HubSource, ModelFile
+
+STOPPED = "stopped; the same command continues the download"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pull(session: Session) -> int:
-    """Downloads, then lets a running service find the files."""
+    """Downloads, then lets a running service find the files. With `--node`, the service of that node does both."""
+    if session.args.node is not None:
+        return _pull_on_node(session, Nodes.of(session).one(), parsed(session.args.sources))
     from headgate.cli.first_steps import running_service
     from inference import settings
 
@@ -56,6 +62,52 @@ def pull(session: Session) -> int:
         files.append({"source": str(source), "path": str(file.path), "model": model, "plan": plan})
     session.prints_json(files)
     return Exit.OK
+
+
+def _pull_on_node(session: Session, api: Api, sources: list[HubSource]) -> int:
+    from headgate.cli.first_steps import running_service
+
+    if not sources:
+        raise UsageError("name what to download on the node: headgate pull SOURCE --node NODE")
+    files = []
+    for source in sources:
+        try:
+            found = _followed(session, api, source)
+        except KeyboardInterrupt:
+            session.terminal.say(STOPPED)
+            raise
+        model, plan = found["model"], None
+        if model is None:
+            session.terminal.say(f"{source} is in {found['path']}, but the service did not take it; its log says why")
+        else:
+            plan = running_service.first_plan(session, api, model)
+            running_service.say_how_to_ask(session, model)
+        files.append(
+            {"node": session.args.node, "source": str(source), "path": found["path"], "model": model, "plan": plan}
+        )
+    session.prints_json(files)
+    return Exit.OK
+
+
+def _followed(session: Session, api: Api, source: HubSource) -> dict[str, Any]:
+    """The last event of a download by the service at `api`, with the progress shown. Raises HeadgateError."""
+    from headgate.cli.first_steps.hub import Progress
+
+    node = label(session.args.node)
+    with api.open("POST", "/models/pull", {"source": str(source)}, ANSWER_SECONDS) as answer:
+        for frame in answer.frames():
+            if frame.data is None:  # a comment while there is no progress
+                continue
+            event: dict[str, Any] = json.loads(frame.data)
+            if frame.event == b"progress":
+                session.terminal.status(f"{node}{Progress(**event)}")
+            elif frame.event == b"message":
+                session.terminal.say(f"{node}{event['text']}")
+            elif frame.event == b"error":
+                raise HeadgateError(f"{node}{event['message']}")
+            elif frame.event == b"done":
+                return event
+    raise HeadgateError(f"{node}the connection ended before the download; the same command continues it")
 
 
 def parsed(texts: list[str]) -> list[HubSource]:
@@ -119,35 +171,22 @@ def download(
     session: Session, sources: list[HubSource], environ: Mapping[str, str], models_dir: Path
 ) -> list[ModelFile]:
     """The files of each source. Raises HeadgateError."""
+    from headgate.cli.first_steps.hub import Hub
+
     found = []
-    with _hub(session, environ) as hub:
+    terminal = session.terminal
+    with contextlib.closing(Hub(environ, say=terminal.say, status=lambda at: terminal.status(str(at)))) as hub:
         for source in sources:
-            session.terminal.status(f"asking {hub.endpoint} for {source} ...")
+            terminal.status(f"asking {hub.endpoint} for {source} ...")
             plan = hub.plan(source, models_dir)
             if not plan.missing():
-                session.terminal.say(f"{source}: complete in {plan.folder}")
+                terminal.say(f"{source}: complete in {plan.folder}")
             try:
                 found.append(hub.fetch(plan))
             except KeyboardInterrupt:
-                session.terminal.say("stopped; the same command continues the download")
+                terminal.say(STOPPED)
                 raise
     return found
 
 
-@contextlib.contextmanager
-def _hub(session: Session, environ: Mapping[str, str]) -> Iterator[Hub]:
-    import httpx2
-
-    from headgate.cli.first_steps.hub import Hub
-
-    try:
-        hub = Hub(environ, say=session.terminal.say, status=session.terminal.status)
-    except (ValueError, httpx2.InvalidURL) as error:
-        raise HeadgateError(f"HF_ENDPOINT, HF_TOKEN or a proxy variable is invalid: {error}") from error
-    try:
-        yield hub
-    finally:
-        hub.close()
-
-
-COMMANDS = {"pull": Command(_arguments, pull)}
+COMMANDS = {"pull": on_nodes(_arguments, pull)}
