@@ -83,7 +83,7 @@ class Pulls:
             async for frame in self._relayed(source, process):
                 yield frame
         except OSError as error:
-            yield _frame("error", {"message": f"the download of {source} cannot be started: {error}"})
+            yield _frame("error", {"message": f"the process that downloads {source} failed: {error}"})
         finally:
             if process is None:
                 del self._running[source]

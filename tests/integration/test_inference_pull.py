@@ -86,5 +86,14 @@ def test_node_downloads_stops_with_its_client_continues_and_serves_the_model(
 
     assert main(["pull", "hf:org/none", "--node", "a"]) == 1
     assert re.search(r"a: .* refuses org/none \(401\)", capsys.readouterr().err)
-    assert node.stop() == 0
+
+    Path(found["path"]).unlink()
+    hub.flows.clear()
+    with api.open("POST", "/models/pull", {"source": SOURCE}, 30) as answer:
+        frames = answer.frames()
+        assert b"downloading plain-Q8_0.gguf" in next(frames).raw
+        assert node.stop() == 0
+        assert "shutting down" in json.loads([frame.data for frame in frames if frame.data][-1])["message"]
+    hub.flows.set()
+    assert part.is_file()
     assert "Traceback" not in node.log

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from headgate.cli.first_steps import hub as hub_module
-from headgate.cli.first_steps import models_file, pull, running_service
+from headgate.cli.first_steps import models_file, pull, pull_job, running_service
 from headgate.cli.main import main
 from headgate.shared.errors import HeadgateError
 from tests.rigs import tiny_gguf
@@ -231,6 +231,20 @@ def test_pull_downloads_verifies_and_names_the_model(place: Path, hub: SmallHub,
     assert "SHA-256 verified" in output.err
     assert main(["pull", f"hf:{REPOSITORY}:Q8_0"]) == 0
     assert f"complete in {folder}" in capsys.readouterr().err
+
+
+def test_download_for_a_service_writes_events_as_lines(place: Path, hub: SmallHub, capsys: Any) -> None:
+    assert pull_job.main(["hf:org/plain:Q8_0", str(place / "models")]) == 0
+    *begun, progress, complete, done = map(json.loads, capsys.readouterr().out.splitlines())
+    size = len(tiny_gguf.generative().read_bytes())
+    assert (begun[0]["event"], complete["event"]) == ("message", "message")
+    assert (progress["event"], progress["done_bytes"], progress["total_bytes"]) == ("progress", size, size)
+    path = str(place / "models/org/plain/plain-Q8_0.gguf")
+    assert done == {"event": "done", "path": path, "bytes": size}
+    assert pull_job.main(["hf:org/plain:Q8_0", str(place / "models")]) == 0
+    assert "complete in" in json.loads(capsys.readouterr().out.splitlines()[0])["text"]
+    assert pull_job.main(["hf:org/none:Q8_0", str(place / "models")]) == 1
+    assert "refuses org/none" in json.loads(capsys.readouterr().out)["message"]
 
 
 def test_split_model_is_downloaded_with_all_parts(place: Path, hub: SmallHub) -> None:

@@ -96,4 +96,4 @@ async def test_source_must_be_one_of_a_hub(tmp_path: Path) -> None:
 async def test_program_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     under_test = pulls(tmp_path, "")
     under_test._command = (str(tmp_path / "none"),)
-    assert "cannot be started" in (await events(under_test.stream(SOURCE)))[0][1]["message"]
+    assert f"the process that downloads {SOURCE} failed" in (await events(under_test.stream(SOURCE)))[0][1]["message"]
