@@ -268,6 +268,7 @@ def exited(draft: Draft, event: Exited) -> None:
     replaced = _replaced(worker, event.files) if is_loading else ""
     if not replaced and oom_recovery.ran_out(event.exit):
         draft.set_worker(worker.id, ending=True)
+        tickets.move_to_others(draft, worker.model)
         oom_recovery.learn(draft, worker, event.exit)
         return
     if not replaced:
