@@ -18,7 +18,7 @@ import httpx2
 from inference.devices.simgpu.control import SimulatorError
 from tests.chaos.judge import Violation
 from tests.fleet import judge
-from tests.fleet.judge import Facts, Outage, Trouble
+from tests.fleet.judge import NEW, Facts, Outage, Trouble
 from tests.fleet.launcher import write_clock
 from tests.fleet.load import Load
 from tests.fleet.plan import Event, Kind
@@ -328,7 +328,7 @@ class Injector:
         closed = [
             number for number in range(len(self.fleet.gateways)) if not await self.not_closed(number, name)
         ]  # fmt: skip
-        await asyncio.gather(*(self.load.ask(number, prompt) for number in closed for prompt in range(3)))
+        await asyncio.gather(*(self.load.ask(number, prompt) for number in closed for prompt in (NEW, NEW, 0, 1, 2)))
         return not closed
 
     async def _limits(self, _event: Event) -> None:

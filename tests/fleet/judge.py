@@ -22,6 +22,8 @@ CONVERGES = "after all faults the fleet converges"
 EFFECT = "every fault takes effect"
 LEDGER = "the ledger of every node is right"
 
+NEW = -1
+"""The number of a prompt that no node has seen: its answer is not known, and no node has it in its cache."""
 MOST_BREAKS = 2
 """An answer is resumed this often at most."""
 _ROUNDING = 1e-6
@@ -31,7 +33,7 @@ _ROUNDING = 1e-6
 class Outcome:
     """One request from the view of its client; times are seconds of the clock of the run.
 
-    `prompt`: the number of its reference. `node`: the one that began the answer.
+    `prompt`: the number of its reference, or NEW. `node`: the one that began the answer.
     """
 
     id: str
@@ -112,7 +114,7 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
         case None | End.SILENT:
             yield ENDS
         case End.COMPLETE:
-            if outcome.text != facts.references[outcome.prompt]:
+            if not outcome.text if outcome.prompt == NEW else outcome.text != facts.references[outcome.prompt]:
                 yield WHOLE_ANSWER
         case End.REFUSED | End.ERROR_FRAME:
             if outcome.code is None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 
 from tests.chaos.judge import End
-from tests.fleet.judge import Outcome
+from tests.fleet.judge import NEW, Outcome
 from tests.fleet.system import KEY, MODEL, TOTAL_SECONDS, Fleet
 
 PATIENCE_SECONDS = TOTAL_SECONDS + 15.0
@@ -104,7 +104,8 @@ class Load:
     async def _user(self, luck: random.Random) -> None:
         while not self._stopping.is_set():
             gateway = luck.randrange(len(self._fleet.gateways))
-            outcome = await self.ask(gateway, luck.randrange(len(self.prompts)), stream=luck.random() < 0.7)
+            prompt = NEW if luck.random() < 0.3 else luck.randrange(len(self.prompts))
+            outcome = await self.ask(gateway, prompt, stream=luck.random() < 0.7)
             pause = luck.uniform(0.05, 0.5) + (0.5 if outcome.end is End.BROKEN else 0.0)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -143,9 +144,12 @@ class Load:
         return outcome
 
     async def _ask(self, outcome: Outcome) -> None:
-        known = self.prompts[outcome.prompt]
         # the seed has no effect at temperature 0: no two requests are equal, so none is suspected of ending workers
-        sent = body(known.question, known.tokens, stream=outcome.stream, seed=next(self._numbers))
+        number = next(self._numbers)
+        known = Reference(f"{number} {outcome.id}", LEAST_TOKENS, "")
+        if outcome.prompt != NEW:
+            known = self.prompts[outcome.prompt]
+        sent = body(known.question, known.tokens, stream=outcome.stream, seed=number)
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": outcome.id}
         url = self._fleet.gateways[outcome.gateway].service.url + "/v1/chat/completions"
         async with self._http.stream("POST", url, json=sent, headers=headers) as answer:

@@ -13,6 +13,7 @@ from tests.chaos.judge import End, Violation
 from tests.chaos.watch import LEAK_SECONDS, Since, unbalanced, unowned
 from tests.fleet import judge
 from tests.fleet.injector import Injector
+from tests.fleet.judge import NEW, Outcome
 from tests.fleet.load import Load
 from tests.fleet.system import DEVICE, MODEL, Fleet, until
 
@@ -60,7 +61,9 @@ class Settling:
             await self._expect(f"the ledger of {name} is empty", partial(self._is_empty, name), judge.LEDGER)
 
     async def _are_closed(self) -> bool:
+        """Each breaker gets requests that may close it."""
         gateways = range(len(self._fleet.gateways))
+        await self._asked()
         states = [one["state"] for number in gateways for one in await self._fleet.breakers(number)]
         return all(state == "closed" for state in states)
 
@@ -69,11 +72,13 @@ class Settling:
 
     async def _all_answer(self) -> bool:
         """Many requests at once are divided among all nodes."""
-        prompts, gateways = len(self._load.prompts), len(self._fleet.gateways)
-        asked = (self._load.ask(number % gateways, number % prompts) for number in range(ASKED_AT_ONCE))
-        outcomes = await asyncio.gather(*asked)
+        outcomes = await self._asked()
         self.answers_by_node = dict(judge.shares(one.node for one in outcomes if one.end is End.COMPLETE))
         return set(self.answers_by_node) == set(self._fleet.nodes)
+
+    async def _asked(self) -> list[Outcome]:
+        gateways = len(self._fleet.gateways)
+        return await asyncio.gather(*(self._load.ask(number % gateways, NEW) for number in range(ASKED_AT_ONCE)))
 
     async def _is_idle(self, name: str) -> bool:
         models = (await self._fleet.node(name, "/v1/models"))["data"]

@@ -40,6 +40,8 @@ def test_same_seed_gives_the_same_run() -> None:
     [
         (GOOD, QUIET, None),
         (replace(GOOD, text="a mi"), QUIET, judge.WHOLE_ANSWER),
+        (replace(GOOD, text="", prompt=judge.NEW), QUIET, judge.WHOLE_ANSWER),
+        (replace(GOOD, text="a mi", prompt=judge.NEW), QUIET, None),
         (LOST, QUIET, judge.NOT_LOST),
         (replace(LOST, end=End.ERROR_FRAME), QUIET, judge.NOT_LOST),
         (LOST, _facts(isolated=[Outage(0, 5.0, 10.5)]), None),
