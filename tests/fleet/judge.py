@@ -24,8 +24,8 @@ LEDGER = "the ledger of every node is right"
 
 NEW = -1
 """The number of a prompt that no node has seen: its answer is not known, and no node has it in its cache."""
-MOST_BREAKS = 2
-"""An answer is resumed this often at most."""
+MOST_BREAKS = 1
+"""A request that broke on more nodes is perhaps the cause, and is not sent to another one."""
 _ROUNDING = 1e-6
 
 
@@ -96,10 +96,10 @@ class Facts:
         return any(outage.excuses(outcome) for outage in self.outages)
 
     def may_fail(self, outcome: Outcome) -> bool:
-        """Whether no node could answer it, or faults of more nodes than an answer has resumes touched it."""
+        """Whether no node could answer it, or faults of more nodes than MOST_BREAKS touched it."""
         if any(period.excuses(outcome) for period in self.isolated):
             return True
-        return sum(trouble.touches(outcome) for trouble in self.troubles) > MOST_BREAKS
+        return len({trouble.node for trouble in self.troubles if trouble.touches(outcome)}) > MOST_BREAKS
 
 
 def violations(outcomes: Iterable[Outcome], facts: Facts) -> list[Violation]:
