@@ -86,7 +86,11 @@ async def _busy_service(start: Start) -> Service:
     gpu = SharedDevice()
     models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "other": {}}
     models |= {"fitted": {"fit": "context", "min_context": 256, "parallel": 1}, "onto-cpu": {"oom_policy": "cpu"}}
-    behavior = {"a": {"kv": [SEQUENCE]}, "broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
+    behavior = {
+        "a": {"kv": [SEQUENCE], "kv_labels": ["00ff00ff00ff00ff"]},
+        "broken": {"abort": "GGML_ASSERT"},
+        "kept": {"saved": 1000},
+    }
     behavior["other"] = {"kv": None}
     service: Service = await start(
         models, behavior, accelerator=gpu, estimator=estimator, ENABLE_MEMORY_GOVERNOR="false"
