@@ -9,8 +9,9 @@ FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail
 retained prefixes are dropped), `abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival
 in a body aborts it; `last_words`: what it writes then; `after_chunks`: after this number of chunks), `answer_seconds`
 (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves
-into its arena), `kv` (rows of its sequences; null: it is too busy to list them), `kv_labels` (labels of its sequences),
-`kv_counts` (fields of KvCounts in its beats), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
+into its arena), `kv` (rows of its sequences; null: it is too busy to list them), `kv_labels` (labels of its
+sequences), `kv_counts` (fields of KvCounts in its beats), `offload`, `hold` and `restore` (`die` or `hang` then),
+`grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
