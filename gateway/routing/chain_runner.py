@@ -41,7 +41,8 @@ from inference.protocol import H_DEVICE
 T = TypeVar("T")
 
 MOST_BREAKS = 2
-"""Nodes that may break down under one request before its candidate is given up."""
+"""Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes is no
+evidence against the request: the node itself ended, and nodes do not end because of requests."""
 
 USAGE_BYTES = 1024
 """The end of an answer without a stream, where its usage is."""
@@ -310,7 +311,7 @@ class ChainRunner:
         The candidates that wait keep an attempt each. A request that broke on two nodes is perhaps the cause.
         """
         nodes.failed(candidate.node, candidate.model, verdict, why)
-        self._breaks += isinstance(verdict, Failure) and verdict.broke
+        self._breaks += isinstance(verdict, Failure) and verdict.broke and verdict.reached
         is_open = is_node_specific(verdict) and self._breaks < MOST_BREAKS
         if is_open and self._state.budget.attempts_left > len(self._waiting):
             self._waiting.appendleft(candidate)

@@ -203,6 +203,21 @@ async def test_request_that_breaks_two_nodes_is_not_sent_to_a_third(tmp_path: Pa
         assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "2")
 
 
+async def test_request_whose_connections_close_at_two_nodes_is_sent_to_a_third(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(FakeInference("token")) for _ in range(3)]
+        nodes = json.dumps([service.url for service in services])
+        config = f'inference: {{nodes: {nodes}}}\nroutes: {{"*": {{chain: ["local/*"]}}}}'
+        gateway = await stack.enter_async_context(Gateway(tmp_path, "http://unused", config))
+        await until("all answer", lambda: gateway.runtime.view.is_complete)
+        sound = services[-1]
+        for service in services[:-1]:
+            service.answers["demo"] = Answer(words=(), cut=True)
+        answers = [await gateway.chat() for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert len([one for one in sound.seen if one.path.endswith("/chat/completions")]) == 4
+
+
 async def test_answer_of_a_removed_node_ends_there(fleet: Fleet) -> None:
     gateway, hold = fleet.gateway, asyncio.Event()
     for service in fleet.nodes.values():
