@@ -41,8 +41,8 @@ from inference.protocol import H_DEVICE
 T = TypeVar("T")
 
 MOST_BREAKS = 2
-"""Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes is no
-evidence against the request: the node itself ended, and nodes do not end because of requests."""
+"""Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes is
+no evidence against the request: the node itself ended, and nodes do not end because of requests."""
 
 USAGE_BYTES = 1024
 """The end of an answer without a stream, where its usage is."""
