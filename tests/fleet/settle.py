@@ -20,7 +20,7 @@ from tests.fleet.system import DEVICE, MODEL, Fleet, until
 EVERY_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
 ASKED_AT_ONCE = 24
-"""More than all nodes have places: with less, the slowest node need not get any."""
+"""More than all nodes have places."""
 
 
 class Settling:
