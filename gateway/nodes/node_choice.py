@@ -31,6 +31,11 @@ ASSUMED_LOAD_SECONDS = 10.0
 first request."""
 
 
+RETRIED_SHARE = 1 / 16
+"""The share of choices in which a prefill rate below the median counts as the median: a node that measured a low rate
+once, for example while its machine was busy, would otherwise get no requests that measure it again."""
+
+
 class NodeFacts(NamedTuple):
     """The facts about one node for a request and its model; None means unknown and is never a reason to exclude.
 
@@ -133,7 +138,7 @@ def choose(nodes: Sequence[NodeFacts], needs: NodeNeeds, draw: Callable[[], floa
     if not usable:
         return NoNode(reasons, min(waits, default=None))
     preferred = _bounded(_preferred(usable, needs))
-    scores = _scores(preferred, needs)
+    scores = _scores(preferred, needs, trusts_rates=draw() >= RETRIED_SHARE)
     picked = min((_pick(scores, draw), _pick(scores, draw)), key=lambda index: preferred[index].rank)
     chosen = preferred[picked]
     return ChosenNode(chosen.name, scores[picked], tuple(node.name for node in usable if node is not chosen))
@@ -189,7 +194,7 @@ def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 
 # --- score and pick ---------------------------------------------------------------------------------------------------
-def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds) -> list[float]:
+def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds, *, trusts_rates: bool) -> list[float]:
     """The predicted time to first token on each node, in seconds. A node with a free place has no queue."""
     speeds = [node.speed for node in nodes]
     load = _median([speed.load_seconds for speed in speeds if speed.load_seconds], ASSUMED_LOAD_SECONDS)
@@ -199,7 +204,8 @@ def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds) -> list[float]:
     return [
         (load if speed.load_seconds is None else speed.load_seconds)
         + ((queue if node.load >= 1 else 0.0) if speed.queue_seconds is None else speed.queue_seconds)
-        + max(0, needs.prompt_tokens - node.cached_tokens) / (speed.prefill_tokens_per_second or rate)
+        + max(0, needs.prompt_tokens - node.cached_tokens)
+        / max(speed.prefill_tokens_per_second or rate, 0.0 if trusts_rates else rate)
         for node, speed in zip(nodes, speeds, strict=True)
     ]
 

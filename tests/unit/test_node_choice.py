@@ -58,6 +58,13 @@ def test_the_earliest_first_token_wins() -> None:
     assert chosen(NodeFacts("unknown"), loaded("a")).name == "a"  # loading probably takes time
 
 
+def test_a_node_with_a_low_prefill_rate_gets_a_few_requests_that_measure_it_again() -> None:
+    slow = loaded("slow")._replace(speed=Speed(0.0, 0.0, 10.0))
+    nodes = (slow, loaded("a", load=1), loaded("b", load=1))
+    counts = Counter(chosen(*nodes, seed=seed).name for seed in range(400))
+    assert 5 <= counts["slow"] <= 50
+
+
 def test_unknown_parts_are_the_median_of_the_others() -> None:
     known = [NodeFacts(f"n{number}", speed=Speed(8.0, 4.0, 500.0)) for number in range(3)]
     assert chosen(*known, NodeFacts("a", in_flight=1, cached_tokens=1000)) == ChosenNode("a", 12.0, ("n0", "n1", "n2"))
