@@ -64,7 +64,7 @@ class Rebalancer:
                 log.exception("models could not be divided among the nodes")
 
     async def _step(self, found: Nodes) -> None:
-        if not await self._is_holder():
+        if (lease := await self._hold_lease()) is None:
             self._state = RebalanceState()
             return
         table = found.view.table
@@ -72,26 +72,28 @@ class Rebalancer:
         decision = rebalance(table, found.replicas, self._state, self._clock(), away)
         self._state = decision.state
         for copy in decision.copies:
-            self._spawn(self._copy(copy, found), f"copy of {copy.model}")
+            self._spawn(self._copy(copy, found, lease), f"copy of {copy.model}")
         for model, node in decision.kept:
             self._spawn(self._keep(model, found.nodes[node]), f"keep {model}")
 
-    async def _is_holder(self) -> bool:
-        """Whether this gateway has the lease, and no other can have it."""
+    async def _hold_lease(self) -> Lease | None:
+        """The lease, if this gateway has it and no other can have it."""
         leases = self._leases()
         if self._lease is None or not await leases.renew(self._lease, LEASE_SECONDS):
-            self._lease = await leases.acquire("rebalance", LEASE_SECONDS)
-        return self._lease is not None and self._lease.is_shared
+            lease = await leases.acquire("rebalance", LEASE_SECONDS)
+            # one of this gateway only is not kept: it could be renewed after the store is back
+            self._lease = lease if lease is not None and lease.is_shared else None
+        return self._lease
 
-    async def _copy(self, copy: Copy, found: Nodes) -> None:
-        """Loads a model on the node of `copy` with the cheapest plan."""
+    async def _copy(self, copy: Copy, found: Nodes, lease: Lease) -> None:
+        """Loads a model on the node of `copy` with the cheapest plan, while `lease` is still held."""
         answers = await asyncio.gather(*(found.nodes[name].plan(copy.model, PLAN_SECONDS) for name in copy.nodes))
         plans = {name: plan for name, plan in zip(copy.nodes, answers, strict=True) if plan is not None}
         name = cheapest(copy, plans, protected(found.view.table, found.replicas))
         if name is None:
             log.info("no node has room for another copy of %s (%s)", copy.model, copy.reason)
             self._state = self._state.after_refusal(copy.model, copy.nodes, self._clock())
-        elif await self._is_holder():
+        elif await self._leases().renew(lease, LEASE_SECONDS):
             log.info("loading %s on node %s: %s", copy.model, name, copy.reason)
             if not await self._load(copy.model, found.nodes[name], may_evict=copy.may_evict):
                 self._state = self._state.after_refusal(copy.model, (name,), self._clock())

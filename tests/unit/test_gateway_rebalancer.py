@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.rebalance import HOLD_SECONDS, KEEP_SECONDS
 from gateway.nodes.rebalancer import LEASE_SECONDS, Nodes, Rebalancer
-from gateway.shared_state.shared_leases import LocalLeases
+from gateway.shared_state.shared_leases import Lease, LocalLeases
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs import virtual_time
 
@@ -50,6 +51,23 @@ class Service:
         return {}
 
 
+class _Leases(LocalLeases):
+    """Those of gateways whose store is lost while `is_shared` is false; `SharedLeases` renews the same ones."""
+
+    def __init__(self, clock: Callable[[], float], *, is_shared: bool) -> None:
+        super().__init__(clock, is_shared=True)
+        self.is_shared = is_shared
+        self._alone = LocalLeases(clock, is_shared=False)
+
+    async def acquire(self, name: str, seconds: float) -> Lease | None:
+        return await (super() if self.is_shared else self._alone).acquire(name, seconds)
+
+    async def renew(self, lease: Lease, seconds: float) -> bool:
+        if not lease.is_shared:
+            return await self._alone.renew(lease, seconds)
+        return self.is_shared and await super().renew(lease, seconds)
+
+
 class World:
     """Gateways with the same leases over the same nodes, with `replicas` of the model."""
 
@@ -61,7 +79,7 @@ class World:
         for service in services:
             service.fleet = view
         found = Nodes(nodes, view, {"m": replicas} if replicas else {})
-        leases = LocalLeases(loop.time, is_shared=is_shared)
+        self.leases = leases = _Leases(loop.time, is_shared=is_shared)
         self.tasks: list[asyncio.Task[None]] = []
         for _ in range(gateways):
             one = Rebalancer(lambda: leases, self._spawn, lambda: {"authorization": "Bearer admin"}, loop.time)
@@ -129,6 +147,33 @@ def test_kept_copy_is_used_before_its_node_unloads_it() -> None:
         a = Service("a", ModelState.READY, idle_seconds=KEEP_SECONDS + 1)
         world = World(a, replicas=1)
         assert (await world.after(3.0)) == [1]
+        await world.end()
+
+    virtual_time.run(work())
+
+
+def test_work_goes_on_when_a_lost_store_is_back() -> None:
+    async def work() -> None:
+        world = World(Service("a", ModelState.READY), Service("b"), replicas=2, is_shared=False)
+        assert await world.after(60.0) == [0, 0]
+        world.leases.is_shared = True
+        assert await world.after(LEASE_SECONDS + HOLD_SECONDS + 5) == [0, 1]
+        await world.end()
+
+    virtual_time.run(work())
+
+
+def test_copy_that_was_decided_under_an_ended_lease_is_not_loaded() -> None:
+    async def work() -> None:
+        a, b = Service("a", ModelState.READY), Service("b")
+        world = World(a, b, replicas=2)
+
+        async def slow_plan(model: str, seconds: float) -> Any:
+            world.leases.is_shared = False
+            return {"result": "FREE"}
+
+        b.plan = slow_plan  # type: ignore[method-assign]
+        assert await world.after(60.0) == [0, 0]
         await world.end()
 
     virtual_time.run(work())
