@@ -72,9 +72,11 @@ class NodeSelection:
         """Do not use `node` for `model` (empty: for any) again."""
         self._excluded[node, model] = why
 
-    def avoid(self, node: str) -> None:
-        """Use `node` only if no other is left."""
+    def avoid(self, node: str) -> bool:
+        """Use `node` only if no other is left; whether it was not avoided before."""
+        is_new = node not in self._avoided
         self._avoided.add(node)
+        return is_new
 
     async def choose(self, model: str, prompt_tokens: int, seconds: float) -> str | NoNode:
         """The node for `model`, or the reasons why there is none. `prompt_tokens` is an estimate.

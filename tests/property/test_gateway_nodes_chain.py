@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
-from gateway.breaker.breakers import Breakers
-from gateway.breaker.permits import Rule
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.outcome import Failure, Scope, Success
+from gateway.breaker.permits import RAMP_FIRST, Rule
 from gateway.errors import GatewayError, UpstreamError, UpstreamKind
 from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.prefixes import Prefixes
+from gateway.providers.local.candidate_facts import LikelyFailure
 from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
 from gateway.routing.chain import RouteMatch
@@ -69,10 +72,17 @@ def _node(name: str, plan: Mapping[str, str | None], tried: list[tuple[str, str]
 
 
 async def _ask(
-    plans: Mapping[str, Mapping[str, str | None]], attempts: int, *, has_cloud: bool
+    plans: Mapping[str, Mapping[str, str | None]],
+    attempts: int,
+    *,
+    has_cloud: bool,
+    arrange: Callable[[dict[str, Node], Breakers], None] = lambda *_: None,
 ) -> tuple[bytes | GatewayError, list[tuple[str, str]], Record]:
+    """`arrange` changes the nodes and their breakers before the request."""
     tried: list[tuple[str, str]] = []
     nodes = {name: _node(name, plan, tried) for name, plan in plans.items()}
+    breakers = Breakers(Rule(failures=1, open=0.0))
+    arrange(nodes, breakers)
     config = GatewayConfig.model_validate(
         {
             "providers": {"cloud": {"kind": "openai", "api_key": "x"}},
@@ -83,7 +93,7 @@ async def _ask(
     providers: Any = {node.key: node.provider for node in nodes.values()} | {"cloud": Provider("cloud", {}, tried)}
     placement = ColdPlacement(lambda: cast(Any, None), cast(Any, None))
     gateway = GatewayState(
-        config, providers, Breakers(Rule()), FleetView(nodes), Counter(cast(Any, None)), Telemetry(), 0, nodes,
+        config, providers, breakers, FleetView(nodes), Counter(cast(Any, None)), Telemetry(), 0, nodes,
         Prefixes("secret"), placement,
     )  # fmt: skip
     request = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"hello"}')
@@ -126,3 +136,24 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
         refusing = [plan["m0"] for plan in plans.values() if plan["m0"] is not None]
         if len([one for one in refusing if one in BREAKING]) < MOST_BREAKS:
             assert tried[-1][0] == "m0", "a node answers for the first candidate"
+
+
+def test_recovering_node_that_is_chosen_again_gives_way_to_one_with_another_problem() -> None:
+    """The recovering one is much better, so a choice among nodes with problems would always be that one."""
+
+    def lease(breakers: Breakers) -> Lease:
+        found = breakers.acquire("local@a", "m0", time.monotonic() + 600)
+        assert isinstance(found, Lease)
+        return found
+
+    def arrange(nodes: dict[str, Node], breakers: Breakers) -> None:
+        lease(breakers).settle(Failure(Scope.PAIR), "it failed")
+        lease(breakers).settle(Success())
+        for _ in range(RAMP_FIRST):
+            lease(breakers)
+        view: Any = nodes["b"].view
+        view.models = {id: replace(status, load_seconds=100.0) for id, status in view.models.items()}
+        view.likely_failure = lambda _: LikelyFailure("its device is slow")
+
+    answer, tried, _ = asyncio.run(_ask({"a": {"m0": None}, "b": {"m0": None}}, 4, has_cloud=False, arrange=arrange))
+    assert (answer, tried) == (b"b", [("m0", "b")])
