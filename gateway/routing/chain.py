@@ -52,6 +52,7 @@ class Candidate:
             if len(known) >= MOST_NODES:
                 known.clear()  # their names change where they are addresses
             found = known[node] = replace(self, node=node)
+            found.__dict__["_on_nodes"] = known  # one dictionary for all: requests go from node to node
         return found
 
     @functools.cached_property

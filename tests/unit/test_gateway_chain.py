@@ -404,6 +404,7 @@ def test_candidate_on_a_node_is_the_same_candidate() -> None:
     first = candidate.on("n0")
     assert (first, first.node, first.provider_key, first.place) == (candidate, "n0", "local@n0", "local/demo on n0")
     assert candidate.on("n0") is first
+    assert first.on("n1").on("n0") is first, "requests that go from node to node make no further candidates"
     assert (candidate.provider_key, candidate.place) == ("local", "local/demo")
     found = [candidate.on(f"n{number}").node for number in range(MOST_NODES + 2)]
     assert found[-1] == f"n{MOST_NODES + 1}"
