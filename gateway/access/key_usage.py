@@ -168,7 +168,8 @@ class Limiter:
                 used = core.settled(account, own, now)
                 before = core.settled(at_loss.get(name, core.Account()), own, now)
                 added = (max(0.0, used.requests - before.requests), max(0.0, used.tokens - before.tokens))
-                await self._shared.merge(name, limits, added, account.running)
+                running = self._accounts.get(name, account).running  # some may have ended while others were merged
+                await self._shared.merge(name, limits, added, running)
 
     async def _on_tick(self) -> None:
         """Keeps the shares current for keys that other gateways serve."""

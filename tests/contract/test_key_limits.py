@@ -221,6 +221,32 @@ async def test_without_the_store_each_gateway_allows_its_share_of_what_is_left(s
             await found.enter(unknown._replace(concurrent=3), 0, name="another")
 
 
+async def test_request_that_ends_while_the_accounts_are_merged_is_not_listed_again() -> None:
+    """It would count as running for ever."""
+
+    class Shared:
+        def __init__(self) -> None:
+            self.state = SimpleNamespace(on_down=[], on_up=[], on_tick=[], gateways=1)
+            self.running: dict[str, int] = {}
+
+        async def enter(self, *_: Any) -> None:
+            return None  # the store is lost
+
+        def leave(self, name: str, *_: Any) -> None:
+            self.running[name] = 0
+
+        async def merge(self, name: str, limits: Limits, added: object, running: tuple[Any, ...]) -> None:
+            self.running[name] = len(running)
+            if name == "a":
+                await found.leave(meters["b"])
+
+    shared: Any = Shared()
+    found = Gateways([Limiter(Telemetry(), shared=shared)], [])
+    meters = {name: await found.enter(Limits(concurrent=2), name=name) for name in ("a", "b")}
+    await shared.state.on_up[0]()
+    assert shared.running == {"a": 1, "b": 0}
+
+
 async def test_one_gateway_without_the_store_adds_at_most_its_share(server: RedisServer) -> None:
     limits = Limits(requests_per_minute=12)
     async with shared_gateways(server, 3) as found:
