@@ -177,7 +177,13 @@ class BreakerSync:
             provider, model = loads(field)
             found.add((provider, model))
             self._follow((provider, model), text)
+        self._forget_old()
         return found
+
+    def _forget_old(self) -> None:
+        """Forgets entries after the time after which the store does: model names may come from clients."""
+        since = self._state.server_time() - FORGET_SECONDS
+        self._known = {key: one for key, one in self._known.items() if max(one.at, one.open_until or 0.0) >= since}
 
     async def _came_up(self) -> None:
         """Both sides may have changed: the newest change of each breaker counts, here and in the store."""

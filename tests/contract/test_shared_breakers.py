@@ -67,6 +67,20 @@ async def test_gateway_that_cannot_reach_a_service_does_not_keep_others_from_it(
         assert one.breakers.by_model("local")["lost"].state is OPEN
 
 
+async def test_old_entries_are_forgotten_here_as_in_the_store(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model names may come from clients, so there may be any number."""
+    monkeypatch.setattr(breaker_sync, "FORGET_SECONDS", 0.2)
+    async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
+        await one.open("old")
+        await until(lambda: two.is_state(OPEN, "old"))
+        await asyncio.sleep(0.5)
+        await one.open("new")
+        await until(lambda: ("p", "new") in two.sync._known)
+        await until(lambda: not any(("p", "old") in gateway.sync._known for gateway in (one, two)))
+
+
 async def test_gateway_that_starts_takes_over_open_breakers(server: RedisServer, tmp_path: Path) -> None:
     async with SharedGateway(server.url, tmp_path, rule=Rule(failures=2, open=30)) as one:
         await one.open()
