@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -322,8 +321,7 @@ class Runtime:
         self._registry = clouds.with_nodes({node.key: node.provider for node in nodes.values()})
         for node in change.removed:
             self.breakers.forget(node.key)
-            with contextlib.suppress(KeyError):  # it never answered
-                self.telemetry.node_up.remove(node.name)
+            self.telemetry.forget_node(node.name)
             if self._prefixes is not None:
                 self._prefixes.index.forget(node.name)
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))

@@ -66,11 +66,6 @@ class Membership:
         return {**{name: one for found in self._found.values() for name, one in found.items()}, **self._fixed}
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether the list does not change while the configuration is in force."""
-        return not self._sources
-
-    @property
     def is_complete(self) -> bool:
         """Whether every source has been read."""
         return len(self._found) == len(self._sources)
@@ -114,7 +109,7 @@ class Membership:
         try:
             async with asyncio.timeout(seconds):
                 found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: `a..b` cannot be a name
             self._note_error(f"dns:{address}", str(error) or f"no answer for {seconds:g} s")
             return False
         hosts = sorted({f"[{item[4][0]}]" if item[0] is socket.AF_INET6 else str(item[4][0]) for item in found})

@@ -38,7 +38,7 @@ class Telemetry:
             ["route", "tier", "outcome"],
             registry=registry,
         )
-        attempts = Counter(
+        self._attempts = attempts = Counter(
             "gateway_attempts_total",
             "Attempts by provider, node of the inference service, model and outcome",
             ["provider", "node", "model", "outcome"],
@@ -107,6 +107,14 @@ class Telemetry:
         else:
             with contextlib.suppress(KeyError):  # the breaker never changed its state
                 self.breaker_state.remove(*labels)
+
+    def forget_node(self, node: str) -> None:
+        """Removes the series of a node that has left: the names of nodes of a DNS name are addresses of pods."""
+        self.node_up.remove_by_labels({"node": node})
+        if node:  # else the label is that of clouds, too
+            self._attempts.remove_by_labels({"node": node})
+            self.attempts.cache_clear()
+            self.probes.remove_by_labels({"node": node})
 
     def watch_shared_state(self) -> tuple[Callable[[bool, int], None], Callable[[str], None]]:
         """Adds the metrics of the shared state; returns what sets the first two, and what counts an error."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client import generate_latest
 
 from gateway.nodes.fleet import ONLY, Fleet, Member
 from gateway.nodes.fleet_view import FEW_NODES, MERGE_SECONDS, FleetView
@@ -16,6 +17,7 @@ from gateway.nodes.membership import Address, Membership
 from gateway.nodes.node import Node
 from gateway.providers.local.candidate_facts import LikelyFailure
 from gateway.settings import InferenceSettings
+from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.stack import until
 
@@ -171,7 +173,7 @@ def settings(*nodes: str, **more: Any) -> InferenceSettings:
 
 async def test_urls_and_names_are_members() -> None:
     membership = Membership(settings("http://gpu-1:8085", "b=https://gpu-2/", "dns:127.0.0.1:99"))
-    assert (membership.is_fixed, membership.is_complete) == (False, False)
+    assert not membership.is_complete
     await membership.first()
     assert membership.is_complete
     assert membership.addresses == {
@@ -181,16 +183,16 @@ async def test_urls_and_names_are_members() -> None:
     }
     later = Membership(settings("dns:127.0.0.1:99", "ray:"), membership)
     assert [*later.addresses] == ["127.0.0.1:99"]
-    assert Membership(settings("http://gpu-1:8085")).is_fixed
 
 
-async def test_name_without_an_address_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    membership = Membership(settings("dns:does-not-exist.invalid:99"))
+@pytest.mark.parametrize("name", ["does-not-exist.invalid", "does-not-exist..invalid"])
+async def test_name_without_an_address_is_reported_once(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    membership = Membership(settings(f"dns:{name}:99"))
     await membership.first()
     await membership.first()
     assert (dict(membership.addresses), membership.is_complete) == ({}, False)
     assert len(caplog.messages) == 1
-    assert "the nodes of dns:does-not-exist.invalid:99 cannot be read" in caplog.text
+    assert f"the nodes of dns:{name}:99 cannot be read" in caplog.text
 
 
 async def test_members_of_a_cluster_are_those_that_its_helper_prints(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,3 +217,20 @@ async def test_odd_line_of_the_helper_ends_it(caplog: pytest.LogCaptureFixture) 
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+def test_series_of_a_node_end_with_it() -> None:
+    telemetry = Telemetry()
+    for node in ("a", "b", ""):
+        telemetry.attempts("local" if node else "cloud", node, "m", "success").inc()
+        telemetry.probes.labels(node, "recovery", "good").inc()
+        telemetry.node_up.labels(node).set(1)
+    telemetry.forget_node("a")
+    telemetry.attempts("local", "b", "m", "success").inc()
+    text = generate_latest(telemetry.registry).decode()
+    assert 'node="a"' not in text
+    assert 'gateway_attempts_total{model="m",node="b",outcome="success",provider="local"} 2.0' in text
+    telemetry.forget_node("")
+    assert 'provider="cloud"' in generate_latest(telemetry.registry).decode()
+    telemetry.attempts("local", "a", "m", "success").inc()
+    assert 'node="a",outcome="success",provider="local"} 1.0' in generate_latest(telemetry.registry).decode()
