@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.breaker.breaker import SHORT_WAIT_SECONDS, Breaker, Clock, OnState
+from gateway.breaker.breaker import Breaker, Clock, OnState
 from gateway.breaker.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.breaker.permits import CLOSED, BreakerState, Permit, Refused, Rule
-from gateway.breaker.probe_claims import Claim, ClaimRefused, ProbeClaims
+from gateway.breaker.probe_claims import Claim, ProbeClaims
 from gateway.breaker.silence import StreamActivity
 from gateway.breaker.state_machine import BreakerStore
 from inference.protocol import Priority
@@ -22,9 +22,6 @@ OnFailure = Callable[[str, str, Failure], None]
 MAX_BREAKERS = 512
 """Model names come from clients where a route is `*`: above this number old breakers are removed, except those with
 running attempts."""
-
-CLAIM_TRIES = 3
-"""A claim is tried again when another gateway changed the state meanwhile."""
 
 
 @dataclass(slots=True)
@@ -106,20 +103,16 @@ class Lease:
             held.breaker.release(held.permit)
             held.release_claim()
 
-    async def claim(self, claims: ProbeClaims) -> ClaimRefused | None:
-        """Claims the probes of this lease among all gateways, or returns the lease and why there is none."""
-        probing = [held for held in self._held if held.permit.is_probe]
-        try:
-            claim = await claims.claim([(held.breaker.provider, held.breaker.model) for held in probing])
-        except BaseException:
-            self.release()
-            raise
-        if isinstance(claim, ClaimRefused):
-            self.release()
-            return claim
-        for held in probing:
-            held.claim = claim
-        return None
+    @property
+    def probes(self) -> list[tuple[str, str]]:
+        """Provider and model of each breaker about which the attempt decides."""
+        return [(held.breaker.provider, held.breaker.model) for held in self._held if held.permit.is_probe]
+
+    def hold_claim(self, claim: Claim) -> None:
+        """The probes of this lease are claimed among all gateways until they end."""
+        for held in self._held:
+            if held.permit.is_probe:
+                held.claim = claim
 
     def settle(self, verdict: Verdict, reason: str = "") -> None:
         """Record how the attempt ended; `reason` is shown as the last failure."""
@@ -244,21 +237,6 @@ class Breakers:
             outer.release(first)
             return second
         return Lease((_HeldPermit(outer, first), _HeldPermit(inner, second)), self, (provider, model))
-
-    async def acquire_claimed(
-        self, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
-    ) -> Lease | Refused:
-        """Like `acquire`; a probe is also claimed among all gateways, which takes one round trip to their store."""
-        refused = ClaimRefused(provider, model, changed=True)
-        for _ in range(CLAIM_TRIES):
-            lease = self.acquire(provider, model, expires, forced, generation)
-            if self.claims is None or isinstance(lease, Refused) or not lease.is_probe:
-                return lease
-            if (now_refused := await lease.claim(self.claims)) is None:
-                return lease
-            if not (refused := now_refused).changed:
-                break
-        return Refused(self.breaker(refused.provider, refused.model).name, SHORT_WAIT_SECONDS)
 
     def open_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. An estimate: `acquire` decides."""

@@ -25,7 +25,7 @@ MOST_UNLISTED = 16
 _AVOIDED = LikelyFailure("it is used only if no other node is left")
 
 
-class Client(NamedTuple):
+class ClientFacts(NamedTuple):
     """The client of a request, as far as the choice of a node depends on it."""
 
     tenant: str
@@ -43,7 +43,7 @@ class NodeSelection:
         prefixes: Prefixes,
         placement: ColdPlacement,
         request: InferenceRequest,
-        client: Client,
+        client: ClientFacts,
         *,
         fit_check: bool,
     ) -> None:

@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, InferenceRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.claimed_permits import acquire_claimed
 from gateway.breaker.outcome import End, provider_key
 from gateway.breaker.permits import Refused
 from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
-from gateway.nodes.node_selection import Client, NodeSelection
+from gateway.nodes.node_selection import ClientFacts, NodeSelection
 from gateway.nodes.prefix_blocks import prefix_blocks, prefix_salt
 from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.inference_snapshot import InferenceView
@@ -104,7 +105,7 @@ class GatewayState:
             return None
         return NodeSelection(
             self.nodes, self.fleet_view, self.breakers, self.prefixes, self.placement, request,
-            Client(context.tenant, context.priority), fit_check=policy.route.fit_check,
+            ClientFacts(context.tenant, context.priority), fit_check=policy.route.fit_check,
         )  # fmt: skip
 
     def view_of(self, candidate: Candidate) -> InferenceView | FleetView:
@@ -270,8 +271,8 @@ class RequestState:
         """Permits for an attempt at `candidate`, or the refusal. A permit expires after `total` plus `inter_token`."""
         limits, gateway = self.budget.limits, self.gateway
         expires_at = time.monotonic() + limits.total + limits.inter_token
-        return await gateway.breakers.acquire_claimed(
-            candidate.provider_key, candidate.model, expires_at, forced, gateway.breaker_generation
+        return await acquire_claimed(
+            gateway.breakers, candidate.provider_key, candidate.model, expires_at, forced, gateway.breaker_generation
         )
 
     def note_first_token(self) -> None:

@@ -104,7 +104,7 @@ def test_check_start_and_reload_agree_about_models_yaml(
     """Models are removed only by a file that all three accept, and all of them only by `models: {}`."""
 
     async def reloaded() -> set[str]:
-        _reload(service, directory, {})
+        _reload(service, directory, {}, None)
         return {name for name, model in service.authority.state.models.items() if not model.removed}
 
     @given(texts(MODELS))

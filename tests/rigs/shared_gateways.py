@@ -11,6 +11,7 @@ from types import TracebackType
 
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.claimed_permits import acquire_claimed
 from gateway.breaker.outcome import Failure, Scope
 from gateway.breaker.permits import BreakerState, Rule
 from gateway.shared_state.breaker_sync import BreakerSync
@@ -64,7 +65,7 @@ class SharedGateway:
 
     async def acquire(self, model: str = "m", expires_in: float = 60.0, provider: str = "p") -> Lease | None:
         """A lease of the pair, or None when it was refused."""
-        found = await self.breakers.acquire_claimed(provider, model, self.clock() + expires_in)
+        found = await acquire_claimed(self.breakers, provider, model, self.clock() + expires_in)
         return found if isinstance(found, Lease) else None
 
     async def open(self, model: str = "m") -> None:

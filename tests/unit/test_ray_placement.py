@@ -75,3 +75,10 @@ def test_gateways_get_services_that_were_ready_once() -> None:
 
 def test_token_is_not_part_of_the_text_of_the_settings() -> None:
     assert "geheim" not in repr(ServiceSettings("1", token="geheim"))
+
+
+def test_node_whose_short_name_is_taken_too_gets_its_whole_id() -> None:
+    """Two nodes with the same name, whose ids begin alike, beside one with the name that the second would get."""
+    known = {"bbbbbbbb1": "gpu", "cccccccc1": "gpu-aaaaaaaa"}
+    nodes = [RayNode(id, "10.0.0.1", "host", "gpu", False) for id in (*known, "aaaaaaaa1")]
+    assert [name for _, name in changes(nodes, known).start] == ["aaaaaaaa1"]
