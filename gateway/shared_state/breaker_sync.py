@@ -21,7 +21,7 @@ from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS, is_local
 from gateway.breaker.probe_claims import Claim, ClaimRefused
 from gateway.errors import StoreLostError
-from gateway.shared_state.scripts import BREAKERS, CHANNEL, FORGET_SECONDS, VERSION, probe_key
+from gateway.shared_state.scripts import BREAKERS, FORGET_SECONDS, VERSION, probe_key
 from gateway.shared_state.shared_state import SharedState
 
 log = logging.getLogger("gateway.shared_state")
@@ -117,9 +117,8 @@ class BreakerSync:
             "needs_memory": breaker is not None and breaker.needs_memory,
         })  # fmt: skip
         message = _text([self._state.gateway, "breaker", *key, text])
-        reply = self._state.post(
-            "write_breaker", "write_breaker", [BREAKERS, VERSION, CHANNEL], [_text(key), text, repr(entry.at), message]
-        )
+        keys = [BREAKERS, VERSION, self._state.channel]
+        reply = self._state.post("write_breaker", "write_breaker", keys, [_text(key), text, repr(entry.at), message])
         if reply is not None:
             reply.add_done_callback(lambda done: self._on_written(key, changed_at, done))
 

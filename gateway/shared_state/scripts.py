@@ -6,8 +6,9 @@ Scripts run on the server one after the other, so each of them is atomic.
 from __future__ import annotations
 
 PREFIX = "headgate:"
-CHANNEL = PREFIX + "events"
-"""Published messages: JSON lists [gateway, kind, ...]."""
+CHANNEL = PREFIX + "events:"
+"""Published messages: JSON lists [gateway, kind, ...]. The number of the database follows: all databases of a server
+have the same channels."""
 
 GATEWAYS = PREFIX + "gateways"
 """Sorted set: the time of the last heartbeat by gateway."""

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.responses.responses_store import Store, StoredResponse
-from gateway.shared_state.scripts import CHANNEL, DELETE_RESPONSE, PUT_RESPONSE, RESPONSES
+from gateway.shared_state.scripts import DELETE_RESPONSE, PUT_RESPONSE, RESPONSES
 from gateway.shared_state.shared_state import SharedState
 
 log = logging.getLogger("gateway.shared_state")
@@ -30,6 +30,9 @@ BULK_SECONDS = 1.0
 """Deadline of one operation."""
 MOST_WRITES = 64
 """Responses that are being written; others are only stored at their gateway while the store is slow."""
+
+_ERRORS = (RedisError, OSError, TimeoutError, ValueError, LookupError, TypeError)
+"""The last three: a value of another version."""
 
 
 class SharedResponses(Store):
@@ -69,7 +72,7 @@ class SharedResponses(Store):
         """Gets a response of another gateway, or forgets one that was deleted there. Errors leave what is here."""
         try:
             await self._fetch(owner, id)
-        except (RedisError, OSError, TimeoutError):
+        except _ERRORS:
             self._state.note_error("responses")
 
     async def fetch_items(self, owner: str, items: Iterable[str]) -> None:
@@ -82,7 +85,7 @@ class SharedResponses(Store):
                 found: list[Any] = await self._client.mget([_item_key(owner, item) for item in wanted])
             for id in {id.decode() for id in found if id is not None}:
                 await self._fetch(owner, id)
-        except (RedisError, OSError, TimeoutError):
+        except _ERRORS:
             self._state.note_error("responses")
 
     async def forget(self, owner: str, id: str, now: float) -> bool:
@@ -93,7 +96,7 @@ class SharedResponses(Store):
         message = dumps([self._state.gateway, "response_deleted", owner, id])
         try:
             async with asyncio.timeout(BULK_SECONDS):
-                keys = [_value_key(owner, id), _deleted_key(owner, id), RESPONSES, CHANNEL]
+                keys = [_value_key(owner, id), _deleted_key(owner, id), RESPONSES, self._state.channel]
                 reply = await self._delete(keys, [owner, id, round(self._seconds * 1000), message])
         except (RedisError, OSError, TimeoutError):
             self._state.note_error("responses")

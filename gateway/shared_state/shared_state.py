@@ -71,6 +71,11 @@ class SharedState:
         """The address of the store, for people."""
         return self._address
 
+    @property
+    def channel(self) -> str:
+        """The channel of published messages."""
+        return self._store.channel
+
     def server_time(self, at: float | None = None) -> float:
         """Server seconds at a time of this process's clock, by default now."""
         return (self.clock() if at is None else at) + self._offset

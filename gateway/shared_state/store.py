@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -28,6 +27,8 @@ CALL_SECONDS = 0.25
 GRACE_SECONDS = 0.05
 """In which a reply is read that came while this process was busy with something else."""
 CONNECT_SECONDS = 1.0
+LISTEN_SECONDS = 60.0
+"""Published messages are received on a new connection after this time without one: the old one may be dead."""
 MOST_WAITING = 10_000
 """Commands that wait to be sent."""
 MOST_TOGETHER = 256
@@ -68,6 +69,8 @@ class Store:
             self._pool.make_connection()  # type: ignore[no-untyped-call]  # it does not connect yet
         except (TypeError, ValueError) as error:
             raise HeadgateError(f"`state: {shown(url)}` of gateway.yaml cannot be used: {error}") from None
+        self.channel = CHANNEL + str(self._pool.connection_kwargs.get("db") or 0)
+        """The channel of published messages."""
         self._on_lost = on_lost
         self._on_error = on_error
         self._connection: AbstractConnection | None = None
@@ -97,10 +100,10 @@ class Store:
         connection = await self._connect()
         try:
             with _as_lost():
-                await connection.send_command("SUBSCRIBE", CHANNEL)
+                await connection.send_command("SUBSCRIBE", self.channel)
                 await connection.read_response(timeout=CONNECT_SECONDS, push_request=True)
                 while True:
-                    message = await connection.read_response(timeout=math.inf, push_request=True)
+                    message = await connection.read_response(timeout=LISTEN_SECONDS, push_request=True)
                     if isinstance(message, list) and len(message) == 3 and message[0] == "message":
                         on_message(message[2])
         finally:

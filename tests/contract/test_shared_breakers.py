@@ -67,6 +67,18 @@ async def test_gateway_that_cannot_reach_a_service_does_not_keep_others_from_it(
         assert one.breakers.by_model("local")["lost"].state is OPEN
 
 
+async def test_databases_of_one_server_are_apart(server: RedisServer, tmp_path: Path) -> None:
+    """Redis publishes to the listeners of all databases."""
+    other = server.url.removesuffix("/0") + "/1"
+    async with (
+        SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two,
+        SharedGateway(other, tmp_path) as apart,
+    ):  # fmt: skip
+        await one.open()
+        await until(lambda: two.is_state(OPEN), 1)
+        assert apart.is_state(CLOSED)
+
+
 async def test_old_entries_are_forgotten_here_as_in_the_store(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,14 @@ async def test_response_is_readable_at_the_other_gateway_by_its_owner(two: tuple
     assert 55 < kept.until - time.monotonic() <= 60
 
 
+@pytest.mark.parametrize("value", ["", "{", "{}", '{"response": null, "ids": [], "outputs": 0}', "[]"])
+async def test_value_of_another_version_is_no_response(
+    server: RedisServer, two: tuple[SharedResponses, ...], value: str
+) -> None:
+    server.command("SET", f"headgate:responses:value:{OWNER}:resp_1", value, "EX", "60")
+    assert await find(two[0], "resp_1") is None
+
+
 async def test_referenced_items_are_found_at_the_other_gateway(two: tuple[SharedResponses, ...]) -> None:
     one, other = two
     put(one, "resp_1", ids=("msg_1",))

@@ -131,3 +131,22 @@ async def test_gateway_that_stops_is_not_counted_any_more(state: SharedState, se
     assert server.command("ZCARD", GATEWAYS) == b":2\r\n"
     await other.stop()
     assert server.command("ZCARD", GATEWAYS) == b":1\r\n"
+
+
+async def test_messages_are_received_on_a_new_connection_after_a_silence(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may be dead without an error."""
+    monkeypatch.setattr(store_module, "LISTEN_SECONDS", 0.1)
+    state, received = SharedState(server.url), list[str]()
+    state.on_message["greeting"] = received.append
+    await state.start()
+    await asyncio.sleep(0.5)
+
+    def is_received() -> bool:
+        server.command("PUBLISH", state.channel, '["another gateway", "greeting", "hello"]')
+        return bool(received)
+
+    await until(is_received)
+    assert state.is_up
+    await state.stop()
