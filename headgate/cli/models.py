@@ -326,23 +326,12 @@ def plan(session: Session) -> int:
     return Exit.DOES_NOT_FIT if best is None else Exit.OK
 
 
-_RESULTS = ("DEPLOYED", "FREE", "FULL")
-"""The results with which a model can be loaded, the best first."""
-
-
 def best_plan(plans: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The node with the best of `plans`, which are by node; None if the model fits nowhere.
+    """The node with the best of `plans`, which are by node; None if the model fits nowhere. See `plan_cost`."""
+    from gateway.nodes.plan_cost import plan_cost
 
-    The best is one with the model loaded, else where it fits as configured, with the fewest evictions and the highest
-    speed.
-    """
-
-    def rank(node: str) -> tuple[int, bool, int, float]:
-        found = plans[node]
-        rate = (found.get("expected") or {}).get("tokens_per_second") or 0.0
-        return _RESULTS.index(found["result"]), bool(found.get("changes")), len(found.get("evict", ())), -rate
-
-    return min((node for node, found in plans.items() if found["result"] in _RESULTS), key=rank, default=None)
+    costs = {node: cost for node, plan in plans.items() if (cost := plan_cost(plan, None)) is not None}
+    return min(costs, key=costs.__getitem__, default=None)
 
 
 def _print_plans(session: Session, answers: Answers, best: str | None) -> None:
