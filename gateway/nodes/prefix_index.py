@@ -84,12 +84,6 @@ class PrefixIndex:
             del self._holders[hash]
 
     # --- queries -----------------------------------------------------------------------------------------------------
-    def longest(self, node: str, blocks: PrefixBlocks) -> int:
-        """The bytes of the longest beginning of a prompt that `node` has."""
-        known = self._blocks.get(node, {})
-        pairs = zip(reversed(blocks.hashes), reversed(blocks.end_bytes), strict=True)
-        return next((end for hash, end in pairs if hash in known), 0)
-
     def best(self, blocks: PrefixBlocks, among: Iterable[str] = ()) -> dict[str, int]:
         """The nodes with the longest beginnings of a prompt, and the bytes of these; the longest first.
 

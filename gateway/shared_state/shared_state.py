@@ -67,11 +67,6 @@ class SharedState:
         self._first_try = asyncio.Event()
 
     @property
-    def where(self) -> str:
-        """The address of the store, for people."""
-        return self._address
-
-    @property
     def channel(self) -> str:
         """The channel of published messages."""
         return self._store.channel
