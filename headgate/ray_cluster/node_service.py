@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import http.client
 import json
 import os
 import ssl
@@ -141,7 +142,10 @@ def health(url: str, environ: Mapping[str, str], pid: int) -> dict[str, Any] | N
     port = int(url.rpartition(":")[2])
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https:"):
-        handlers.append(urllib.request.HTTPSHandler(context=_own_tls(environ)))
+        try:
+            handlers.append(urllib.request.HTTPSHandler(context=_own_tls(environ)))
+        except OSError:
+            return None  # the service reports what is wrong with its files
     try:
         try:
             with urllib.request.build_opener(*handlers).open(f"{url}/health", timeout=HEALTH_SECONDS) as reply:
@@ -149,7 +153,7 @@ def health(url: str, environ: Mapping[str, str], pid: int) -> dict[str, Any] | N
         except urllib.error.HTTPError as error:  # 503: a device is unhealthy
             body = error.read()
         found = json.loads(body)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         # It ends a connection whose certificate it does not trust, and so it listens.
         refusal = error.reason if isinstance(error, urllib.error.URLError) else error
         if not (url.startswith("https:") and isinstance(refusal, ssl.SSLError | ConnectionResetError)):

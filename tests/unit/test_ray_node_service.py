@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import sys
 import textwrap
@@ -133,6 +134,25 @@ def test_service_with_tls_is_ready_also_when_it_asks_for_another_certificate(tru
         server.shutdown()
     assert found == ({"epoch": "e"} if trusts_itself else {})
     assert health(url, environ, os.getpid()) is None
+
+
+def test_service_that_cannot_be_asked_is_not_ready(tmp_path: Path) -> None:
+    """Its certificate is missing, or another program answers at its port."""
+    missing = {"INFERENCE_TLS_CERTIFICATE": str(tmp_path / "missing.pem")}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"127.0.0.1:{other.getsockname()[1]}"
+        assert health(f"https://{url}", missing, os.getpid()) is None
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail.example.org\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert health(f"http://{url}", {}, os.getpid()) is None
+        answering.join(5)
 
 
 class _Health(BaseHTTPRequestHandler):
