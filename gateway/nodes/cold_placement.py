@@ -7,7 +7,6 @@ which then chooses again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -62,9 +61,7 @@ class ColdPlacement:
         if task is None:
             task = self._running[model] = self._spawn(self._decide(model, nodes[:MOST_ASKED], view), "placement")
             task.add_done_callback(lambda _: self._running.pop(model, None))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.shield(task)
+        await asyncio.wait((task,), timeout=seconds)
         return self._decided(model, names)
 
     def _decided(self, model: str, names: Sequence[str]) -> str | None:
@@ -97,9 +94,11 @@ class ColdPlacement:
 
     async def _release(self, lease: Lease, model: str, view: FleetView) -> None:
         """Keeps the lease until the load is listed, so that another gateway sees it."""
-        await _loaded(model, view, LEASE_SECONDS)
-        del self._held[model]
-        await self._leases().release(lease)
+        try:
+            await _loaded(model, view, LEASE_SECONDS)
+        finally:
+            del self._held[model]
+            await self._leases().release(lease)
 
 
 async def _loaded(model: str, view: FleetView, seconds: float) -> str | None:

@@ -133,6 +133,19 @@ def test_second_gateway_decides_when_nothing_is_loaded_in_time() -> None:
     virtual_time.run(work())
 
 
+def test_failed_decision_leaves_the_request_its_own_choice() -> None:
+    async def work() -> None:
+        world = World(Service("a", "FREE"), Service("b", "FREE"))
+        plans, world.nodes[0].plan = world.nodes[0].plan, None
+        assert await world.node() is None
+        assert [type(task.exception()) for task in world.tasks if task.done()] == [TypeError]
+        world.nodes[0].plan = plans
+        assert await world.node() in ("a", "b")
+        await world.end()
+
+    virtual_time.run(work())
+
+
 def test_no_decision_in_time_or_no_plan_that_fits() -> None:
     async def work() -> None:
         world = World(Service("a", "CANT_ACCOMMODATE"), Service("b", None, seconds=1.0))
