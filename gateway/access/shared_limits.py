@@ -26,7 +26,7 @@ class SharedOutcome(NamedTuple):
 
 
 def share_of(limits: Limits, gateways: int) -> Limits:
-    """The limits of one gateway that is alone with its share; at least 1 each."""
+    """One gateway's share of the limits, at least 1 of each."""
 
     def part(bound: int | None) -> int | None:
         return None if bound is None else max(1, bound // gateways)

@@ -17,7 +17,7 @@ REFRESH_SECONDS = 0.25
 
 MERGE_SECONDS = 0.25
 FEW_NODES = 32
-"""The status of a model on more nodes is merged once in MERGE_SECONDS: the choice of a node reads that of the node."""
+"""The status of a model on more nodes is merged at most once in MERGE_SECONDS. The choice of a node does not read it."""
 
 
 class FleetView:

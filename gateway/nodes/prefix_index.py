@@ -15,8 +15,8 @@ BLOCKS_PER_NODE = 8192
 MOST_BLOCKS = 500_000
 """Blocks that are remembered of all nodes together, about 300 bytes of memory each."""
 LAST_BLOCKS = 8
-"""Of a prompt, the last blocks are remembered, where the next turn goes on, and of those before the first, second,
-fourth, eighth and so on: of a beginning that other prompts share, at least half is found."""
+"""Remembered of a prompt: its last blocks, where the next turn continues, and of the earlier ones the first, second,
+fourth, eighth and so on. Another prompt with the same beginning thus finds at least half of it."""
 MOST_NODES = 8
 """Nodes that `best` returns, besides those that it is asked about."""
 
@@ -87,7 +87,7 @@ class PrefixIndex:
     def best(self, blocks: PrefixBlocks, among: Iterable[str] = ()) -> dict[str, int]:
         """The nodes with the longest beginnings of a prompt, and the bytes of these; the longest first.
 
-        Besides the best ones these are the nodes of `among`: a beginning that many nodes have is then credited to them.
+        Nodes of `among` are included also where MOST_NODES others have the same beginning.
         """
         found: dict[str, int] = {}
         missing = {node: self._blocks[node] for node in among if node in self._blocks}

@@ -23,9 +23,9 @@ from headgate.shared.errors import HeadgateError
 log = logging.getLogger("gateway.shared_state")
 
 CALL_SECONDS = 0.25
-"""Deadline of the commands that are sent together; a command may wait for earlier ones before, for as long again."""
+"""Deadline of commands that are sent together. Before that, a command waits at most as long for earlier ones."""
 GRACE_SECONDS = 0.05
-"""In which a reply is read that came while this process was busy with something else."""
+"""Time after the deadline to read a reply that arrived while this process was busy."""
 CONNECT_SECONDS = 1.0
 LISTEN_SECONDS = 60.0
 """Published messages are received on a new connection after this time without one: the old one may be dead."""
