@@ -136,7 +136,7 @@ class Runtime:
         self._membership: Membership
         self._complete: Membership | None = None
         """The last membership whose list was complete."""
-        self._tls: NodeTls | None = None
+        self._tls: NodeTls | None = read_tls(config.inference.tls)
         self._prefixes: Prefixes | None = None
         self._placement = ColdPlacement(lambda: self.leases, self._spawn)
         self._rebalancer = Rebalancer(lambda: self.leases, self._spawn, self.operator_headers)
@@ -156,7 +156,6 @@ class Runtime:
         built = await registry.build(self.config)
         self._membership = Membership(self.config.inference)
         await self._membership.first()
-        self._tls = read_tls(self.config.inference.tls)
         self._use_members(self._membership, built)
         await self.usage.start()
         await self._breaker_file.load()

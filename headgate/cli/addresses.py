@@ -231,7 +231,10 @@ def inference_tls(session: Session) -> ssl.SSLContext:
         if files.certificate is not None:
             context.load_cert_chain(files.certificate, files.key)
     except OSError as error:
-        raise HeadgateError(f"inference.tls in gateway.yaml cannot be used: {error.strerror or error}") from error
+        names = ", ".join(name for name in (files.ca, files.certificate, files.key) if name is not None)
+        raise HeadgateError(
+            f"inference.tls in gateway.yaml cannot be used ({names}): {error.strerror or error}"
+        ) from error
     return context
 
 

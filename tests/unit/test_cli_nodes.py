@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from gateway.runtime import Runtime, Source
 from headgate.cli import nodes as nodes_module
 from headgate.cli.client import ApiError
 from headgate.cli.main import main
 from headgate.cli.models import best_plan
 from headgate.cli.nodes import Nodes
-from headgate.shared.errors import NotRunningError
+from headgate.shared.errors import HeadgateError, NotRunningError
+from headgate.shared.state_directory import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own, free_port
@@ -277,3 +279,18 @@ def test_doctor_reports_each_node(fleet: Fleet, capsys: Any) -> None:
     assert re.match(r"ok +node a: answers at http", lines[0])
     assert re.match(r"problem +node b: it refuses the token", lines[1])
     assert re.match(r"problem +node c: the inference service of c does not answer", lines[2])
+
+
+def test_missing_certificate_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forget_own(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gateway.yaml").write_text("inference: {nodes: [https://127.0.0.1:1], tls: {ca: missing.pem}}")
+
+    assert main(["nodes", "--config-dir", str(tmp_path)]) == 1
+    assert "inference.tls in gateway.yaml cannot be used (missing.pem)" in capsys.readouterr().err
+
+    source = Source(tmp_path, dict, {})
+    with pytest.raises(HeadgateError, match=r"inference\.tls in gateway\.yaml cannot be used: .*missing\.pem"):
+        Runtime(source, source.load(), StateDir(tmp_path))  # before the server starts, so without a traceback
