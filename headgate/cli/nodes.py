@@ -22,6 +22,8 @@ from inference.protocol import ModelStatus
 
 ONLY = ""
 """The name of the service where `inference.nodes` is empty."""
+STATE_SECONDS = 3.0
+"""How long a node may take to report its state, where others are shown without it."""
 MOST_AT_ONCE = 32
 """Nodes that are asked at the same time."""
 
@@ -108,7 +110,7 @@ class Nodes:
 
     def get(self, path: str) -> Answers:
         """The answers to GET `path`."""
-        return self.each(lambda api: api.get(path))
+        return self.each(lambda api: api.get(path), STATE_SECONDS)
 
     def each(self, call: Callable[[Api], Any], seconds: float = ANSWER_SECONDS) -> Answers:
         """The results of `call` for all nodes at once, within about `seconds`.
