@@ -47,7 +47,7 @@ def test_memory_map_has_a_group_per_node_and_a_node_that_dies_and_returns_is_sho
 def test_models_have_their_node_and_actions_go_to_it(page: Any, gateway: Any) -> None:
     page.locator('nav a[href="#/models"]').click()
     table = page.get_by_role("table", name="Models")
-    assert table.get_by_role("row", name="demo ready").filter(has_text="east").count() == 1
+    table.get_by_role("row", name="demo ready").filter(has_text="east").wait_for()
     table.get_by_role("button", name="Load … demo on west", exact=True).click()
     dialog = page.get_by_role("dialog", name="demo on west")
     dialog.get_by_text("Would load demo.").wait_for()

@@ -79,12 +79,13 @@ class _LayersEstimator(CacheEstimator):
         return replace(await FakeEstimator.get(self, spec, device, *others, counts=counts), sizes=(Sizes(0, 1),))
 
 
-async def _busy_service(start: Start) -> Service:
+async def _busy_service(start: Start) -> tuple[Service, SharedDevice]:
     """A service whose answers have every field: a model in use, a warm one, one too large, one that crashed."""
     estimator = _LayersEstimator(1024)
-    estimator.sizes = {"large": 5000, "onto-cpu": 2000}
+    estimator.sizes = {"large": 5000, "onto-cpu": 2000, "wide": 750}
     gpu = SharedDevice()
-    models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "other": {}}
+    models: dict[str, dict[str, Any]] = {"a": {"replicas": "1..2"}, "kept": {}, "large": {}, "broken": {}, "wide": {}}
+    models["other"] = {"min_residency": 0}  # a plan evicts it
     models |= {"fitted": {"fit": "context", "min_context": 256, "parallel": 1}, "onto-cpu": {"oom_policy": "cpu"}}
     behavior = {
         "a": {"kv": [SEQUENCE], "kv_labels": ["00ff00ff00ff00ff"]},
@@ -110,7 +111,7 @@ async def _busy_service(start: Start) -> Service:
     for mib in (0, 30, 730):  # growth of the model in use, then the memory of another program
         gpu.foreign_mib = mib
         authority.check(regular=True)
-    return service
+    return service, gpu
 
 
 SEQUENCE = asdict(SequenceRow("00ff", ("ram", "disk"), 10, 1000, "team", 1.5, 2, 1_800_000_000.0))
@@ -118,7 +119,10 @@ REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/memory/history"): [("/memory/history?minutes=5", None)],
     ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large", "onto-cpu")],
     ("GET", "/models/{id}/crashes"): [("/models/broken/crashes", None)],
-    ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large", "fitted")],
+    ("POST", "/memory/plan"): [
+        *(("/memory/plan", {"model": name}) for name in ("other", "large", "fitted")),
+        ("/memory/plan", {"model": "wide"}),
+    ],
     ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "unknown"], "seconds": 10})],
     ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
     ("POST", "/memory/kv/pin"): [("/memory/kv/pin", {"ids": ["00ff"], "seconds": 60})],
@@ -128,10 +132,11 @@ REQUESTS: dict[tuple[str, str], list[tuple[str, Any]]] = {
 
 
 async def test_documented_fields_are_those_of_the_answers(start: Start) -> None:
-    service = await _busy_service(start)
+    service, gpu = await _busy_service(start)
     wrong = []
     for (method, path), fields in sections().items():
         found: set[str] = set()
+        gpu.foreign_mib = 0 if path == "/memory/plan" else 730
         for target, body in REQUESTS.get((method, path), [(path, None)]):
             answer = await asyncio.wait_for(ask(service.app, method, target, body), 30)
             assert answer.status == 200 or path == "/memory/health", (target, answer.body)
