@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,26 +19,17 @@ from gateway.access.key_usage import Limiter
 from gateway.access.shared_limits import SharedLimits
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import MAX_BREAKERS, Breakers
-from gateway.breaker.outcome import LOCAL, Failure, Scope, is_local, split_key
+from gateway.breaker.outcome import LOCAL, Failure
 from gateway.breaker.permits import BreakerState, Rule
-from gateway.breaker.probe_schedule import Finding, Purpose
-from gateway.errors import RequestError
 from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
-from gateway.nodes.cold_placement import ColdPlacement
-from gateway.nodes.fleet import ONLY, Change, Fleet, Member
+from gateway.inference_nodes import InferenceNodes
+from gateway.nodes.fleet import Change, Fleet
 from gateway.nodes.fleet_view import FleetView
-from gateway.nodes.membership import Address, Membership
-from gateway.nodes.node import Node
-from gateway.nodes.node_tls import NodeTls, read_tls
-from gateway.nodes.prefixes import Prefixes
-from gateway.nodes.rebalancer import Nodes, Rebalancer
 from gateway.providers import registry
-from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter as TokenCounter
-from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
@@ -52,7 +42,6 @@ from gateway.usage.usage_service import UsageService
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir
 from headgate.shared.traces import tracing
-from inference.protocol import Code
 
 if TYPE_CHECKING:
     from gateway.shared_state.shared_state import SharedState
@@ -62,8 +51,6 @@ log = logging.getLogger("gateway.runtime")
 
 NEEDS_RESTART = ("host", "port", "state")
 CLOSE_SECONDS = 5.0
-SWEEP_SECONDS = 1.0
-"""Time between two checks for nodes that have left."""
 
 FIRST_CONTACT_SECONDS = 10.0
 """How long after its start the gateway is unready while the inference service has not answered."""
@@ -130,18 +117,10 @@ class Runtime:
         self.images = Images(config.images)
         self.is_draining = False
         self.tracer: Tracer | None = None
-        self.fleet = Fleet(self._make_node)
+        self.inference = InferenceNodes(self, config.inference, self.breakers, self.telemetry, lambda: self.leases)
         self.counter = TokenCounter(self.fleet.ask_about)
         self.gateway_state: GatewayState
-        self._membership: Membership
-        self._complete: Membership | None = None
-        """The last membership whose list was complete."""
-        self._tls: NodeTls | None = read_tls(config.inference.tls)
-        self._prefixes: Prefixes | None = None
-        self._placement = ColdPlacement(lambda: self.leases, self._spawn)
-        self._rebalancer = Rebalancer(lambda: self.leases, self._spawn, self.operator_headers)
-        self._watching: asyncio.Task[None] | None = None
-        self._registry = registry.Registry({})
+        self._clouds = self._registry = registry.Registry({})
         self._first_contact_until = math.inf
         self._started_at = time.monotonic()
         self._number = 0
@@ -153,17 +132,14 @@ class Runtime:
     async def start(self) -> None:
         """Builds the providers and starts the background tasks; raises errors of invalid providers."""
         self.tracer = tracing.start("headgate-gateway", self._source.environ())
-        built = await registry.build(self.config)
-        self._membership = Membership(self.config.inference)
-        await self._membership.first()
-        self._use_members(self._membership, built)
+        self._clouds = await registry.build(self.config)
+        self.inference.use(await self.inference.prepare(self.config.inference))
         await self.usage.start()
         await self._breaker_file.load()
         self.breakers.restore()
         if self.shared_state is not None:
             await self._share_state(self.shared_state)
-        self._watch_members()
-        self._spawn(self._breaker_file.run(), "breaker-file")
+        self.spawn(self._breaker_file.run(), "breaker-file")
         self._first_contact_until = time.monotonic() + FIRST_CONTACT_SECONDS
 
     async def _share_state(self, shared: SharedState) -> None:
@@ -223,18 +199,14 @@ class Runtime:
         return time.monotonic() - self._started_at
 
     @property
+    def fleet(self) -> Fleet:
+        """All inference services."""
+        return self.inference.fleet
+
+    @property
     def view(self) -> InferenceView | FleetView:
         """The models of all inference services."""
         return self.fleet.view
-
-    def node(self, name: str = "") -> Node:
-        """The node with this name; without a name the only one. Raises RequestError."""
-        nodes = self.fleet.nodes
-        found = next(iter(nodes.values())) if not name and len(nodes) == 1 else nodes.get(name)
-        if found is None:
-            what = f"unknown node {name[:100]!r}" if name else "a node is required"
-            raise RequestError(Code.INVALID_REQUEST, f"{what}; nodes: {', '.join(nodes) or 'none yet'}", param="node")
-        return found
 
     def operator_headers(self) -> dict[str, str]:
         """Headers of requests to the inference service that change something, if that needs a key of its own."""
@@ -267,16 +239,12 @@ class Runtime:
         async with self._reloading:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
             keys = self._keys(config)
-            built = await registry.build(config, self._registry)
-            is_new_fleet = config.inference != self.config.inference
-            membership = Membership(config.inference, self._membership) if is_new_fleet else self._membership
-            tls = await asyncio.to_thread(read_tls, config.inference.tls)
-            if is_new_fleet:
-                await membership.first()
+            clouds = await registry.build(config, self._registry)
+            inference = await self.inference.prepare(config.inference)
             changed = settings_loading.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
             changed_providers = _changed_providers(self.config, config)
-            self.config, self.keys, self._tls = config, keys, tls
+            self.config, self.keys, self._clouds = config, keys, clouds
             self.breakers.set_rule(_rule(config.breaker))
             for name in changed_providers:
                 self.breakers.forget(name)
@@ -284,118 +252,47 @@ class Runtime:
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
             self.usage.apply(config)
-            self._use_members(membership, built)
-            if membership is not self._membership:
-                self._membership = membership
-                self._watch_members()
+            self.inference.use(inference)
         for line in changed or ["nothing changed"]:
             log.info("reload: %s", line)
         return {"changed": changed, "needs_restart": restart}
 
-    # --- inference services ------------------------------------------------------------------------------------------
-    def _make_node(self, name: str, member: Member) -> Node:
-        tls = None if member.tls is None else member.tls.context
-        provider = LocalProvider(member.url, member.token, make_local_session(tls), tls, member.server_name)
-        return Node(name, member.url, provider, self.breakers, self, partial(self._on_probe, name))
-
-    def _use_members(self, membership: Membership, clouds: registry.Registry) -> None:
-        """Uses the nodes of `membership`. Requests that run keep those that they began with.
-
-        With the first complete list of a configuration, nodes of the earlier one leave at once.
-        """
-        is_final = membership.is_complete and membership is not self._complete
-        self._complete = membership if membership.is_complete else self._complete
-        inference, token = self.config.inference, self._token()
-        addresses = membership.addresses if inference.nodes else {ONLY: Address(inference.url)}
-        members = {name: Member(one.url, token, self._tls, one.server_name) for name, one in addresses.items()}
-        if not inference.nodes:
-            self._prefixes = None
-        elif self._prefixes is None:
-            self._prefixes = Prefixes(token)
-        self._use(self.fleet.use(members, is_final=is_final), clouds)
-
-    def _use(self, change: Change, clouds: registry.Registry) -> None:
-        """Uses the nodes after `change`, and these clouds."""
+    # --- inference services (see `Owner`) ----------------------------------------------------------------------------
+    def on_nodes(self, change: Change) -> None:
+        """Uses the nodes after `change` and the clouds that are configured now."""
         before, nodes = self._registry, self.fleet.nodes
-        self._registry = clouds.with_nodes({node.key: node.provider for node in nodes.values()})
-        for node in change.removed:
-            self.breakers.forget(node.key)
-            self.telemetry.forget_node(node.name)
-            if self._prefixes is not None:
-                self._prefixes.index.forget(node.name)
+        self._registry = self._clouds.with_nodes({node.key: node.provider for node in nodes.values()})
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
         self.gateway_state = GatewayState(
             self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
-            self.breakers.generation, nodes, self._prefixes, self._placement,
+            self.breakers.generation, nodes, self.inference.prefixes, self.inference.placement,
         )  # fmt: skip
-        for node in change.added:
-            node.start(self._spawn)
         self._retired += [(self._number, provider) for provider in before.gone(self._registry)]
         self._number += 1
         self._close_retired()
 
-    def _watch_members(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        self._watching = self._spawn(self._follow_nodes(), "nodes") if self.config.inference.nodes else None
-
-    async def _follow_nodes(self) -> None:
-        """Follows the sources of nodes, removes nodes that have left and are silent, and divides models among them."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._membership.run(self._on_membership))
-            group.create_task(self._rebalancer.run(self._nodes_to_rebalance))
-            while True:
-                await asyncio.sleep(SWEEP_SECONDS)
-                if (change := self.fleet.sweep()).removed:
-                    self._use(change, self._registry)
-
-    def _nodes_to_rebalance(self) -> Nodes | None:
-        view = self.fleet.view
-        return Nodes(self.fleet.nodes, view, self.config.inference.replicas) if isinstance(view, FleetView) else None
-
-    def _on_membership(self) -> None:
-        self._use_members(self._membership, self._registry)
-
-    def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
-        """See `NodeObserver`."""
-        if self._prefixes is not None:
-            self._prefixes.apply(node.name, kind, data)
+    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
+        """An event of an inference service."""
         if self.observer is not None:
-            self.observer.on_event(node.name, kind, data)
+            self.observer.on_event(node, kind, data)
 
-    def on_reachable(self, node: Node, is_reachable: bool) -> None:
-        """See `NodeObserver`."""
-        self.telemetry.node_up.labels(node.name).set(is_reachable)
+    def on_reachable(self, node: str, is_reachable: bool) -> None:
+        """An inference service became reachable, or does not answer any more."""
         if self.observer is not None:
-            self.observer.on_reachable(node.name, is_reachable)
-
-    def on_models(self, node: Node) -> None:
-        """See `NodeObserver`."""
-        self.fleet.note_change(node)
-
-    def _node_of(self, key: str) -> Node | None:
-        """The node whose breakers have this key."""
-        return self.fleet.nodes.get(split_key(key)[1]) if is_local(key) else None
+            self.observer.on_reachable(node, is_reachable)
 
     def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
         if self.observer is not None:
             self.observer.on_breaker(provider, model, state)
-        if (node := self._node_of(provider)) is not None:
-            node.prober.on_state(model, state)
-            if not model and state is BreakerState.OPEN:
-                node.view.poll_soon()
+        self.inference.on_breaker(provider, model, state)
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:
-        if failure.scope is Scope.PROVIDER and (node := self._node_of(provider)) is not None:
-            node.prober.suspect()
-
-    def _on_probe(self, node: str, purpose: Purpose, finding: Finding) -> None:
-        self.telemetry.probes.labels(node, purpose, finding).inc()
+        self.inference.on_failure(provider, failure)
 
     def _keys(self, config: GatewayConfig) -> Keys:
         one_tenant = config.share_prefixes == "all"
-        fleet_token = self._token() if config.state is not None or config.inference.nodes else None
+        fleet_token = self.inference_token() if config.state is not None or config.inference.nodes else None
         return Keys.load(
             config.keys, self._source.environ(), self._state, one_tenant=one_tenant, limits=config.limits,
             stored=self._stored_keys, fleet_token=fleet_token,
@@ -413,7 +310,8 @@ class Runtime:
             if before.get(name) != after.get(name):
                 log.info("key %s: %s", name, "revoked" if name not in after else "accepted")
 
-    def _token(self) -> str:
+    def inference_token(self) -> str:
+        """The secret of the gateway and the inference services."""
         return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)
 
     def _close_retired(self) -> None:
@@ -422,9 +320,10 @@ class Runtime:
         idle = [(number, provider) for number, provider in self._retired if number < oldest]
         self._retired = [item for item in self._retired if item not in idle]
         for _, provider in idle:
-            self._spawn(_close(provider), f"close {provider.name}")
+            self.spawn(_close(provider), f"close {provider.name}")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a background task that ends with the gateway; logs its error."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -115,7 +115,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     async def plan(request: Request) -> Response:
         signed_in(request, "admin")
         body = await _body(request, PlanBody)
-        node = runtime.node(body.node)
+        node = runtime.inference.node(body.node)
         return _json(await operator_actions.plan(runtime, node, body.model, body.action, body.device))
 
     @routes.post("/api/models/{model:path}/{action}")
@@ -123,7 +123,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         signed = signed_in(request, "admin")
         body = await _body(request, ActionBody)
         log.info("%s of %s is requested with the key %s", action[:40], model[:100], signed.key.name)
-        node = runtime.node(body.node)
+        node = runtime.inference.node(body.node)
         changed = await operator_actions.act(runtime, node, model, action, body.device)
         return _json(dashboard.feed.model(node.name, changed))
 
@@ -132,7 +132,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         signed = signed_in(request, "admin")
         body = await _body(request, ActionBody)
         log.info("recovery of %s is requested with the key %s", device[:100], signed.key.name)
-        return _json(await operator_actions.recover(runtime, runtime.node(body.node), device))
+        return _json(await operator_actions.recover(runtime, runtime.inference.node(body.node), device))
 
     @routes.post("/api/breakers/{name:path}/reset")
     async def reset(request: Request, name: str) -> Response:

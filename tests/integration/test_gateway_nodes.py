@@ -246,7 +246,7 @@ async def test_request_at_a_node_that_is_found_to_be_down_goes_to_another(fleet:
     stuck = next(name for name, one in fleet.nodes.items() if one.seen)
     fleet.nodes[fleet.other(stuck)].answers["demo"] = Answer()
     fleet.nodes[stuck].ready = False
-    fleet.gateway.runtime.node(stuck).prober.suspect()
+    fleet.gateway.runtime.inference.node(stuck).prober.suspect()
     assert await asked == (fleet.other(stuck), "Hello there!")
 
 
@@ -280,10 +280,10 @@ async def test_healed_node_gets_a_request_although_another_has_the_prompt(fleet:
     first, _ = await fleet.ask(messages=messages)
     other, port = fleet.other(first), fleet.nodes[fleet.other(first)].port
     await fleet.nodes[other].stop()
-    runtime.node(other).prober.suspect()
+    runtime.inference.node(other).prober.suspect()
     await until("its breaker opens", lambda: runtime.breakers.states().get(f"local@{other}") is BreakerState.OPEN)
     await fleet.nodes[other].start(port)
     await until("its breaker admits", lambda: runtime.breakers.open_for(f"local@{other}", "demo") is None)
-    await until("it is listed", lambda: runtime.node(other).view.models)
+    await until("it is listed", lambda: runtime.inference.node(other).view.models)
     assert (await fleet.ask(messages=messages))[0] == other
     assert runtime.breakers.states()[f"local@{other}"] is BreakerState.CLOSED

@@ -283,7 +283,7 @@ async def test_alias_in_a_route_uses_context_and_breaker_of_the_model(tmp_path: 
             fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
             assert (await gateway.chat("nice")).status_code == 503
             assert (await gateway.breaker("local/demo"))["state"] == "open"
-            assert gateway.runtime.node().prober.next() is not None
+            assert gateway.runtime.inference.node().prober.next() is not None
 
 
 CONFIG_SHORT = CONFIG + "deadlines: {first_token: 200ms, inter_token: 200ms}\n"
@@ -375,7 +375,7 @@ async def test_wait_for_an_unreachable_service_ends_at_the_next_probe(tmp_path: 
         chat = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=body))
         await until("the service has the request", lambda: fake.seen)
         fake.ready = False
-        gateway.runtime.node().prober.suspect()
+        gateway.runtime.inference.node().prober.suspect()
         answer = await chat
         assert answer.status_code == 200
         assert answer.headers["x-headgate-model"] == "openai/gpt"

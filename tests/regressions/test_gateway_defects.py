@@ -79,7 +79,7 @@ async def test_failed_background_task_is_logged_with_its_traceback(
             raise RuntimeError("gone")
 
         with caplog.at_level(logging.ERROR, "gateway.runtime"):
-            gateway.runtime._spawn(dying(), "dying")
+            gateway.runtime.spawn(dying(), "dying")
             await until("it was logged", lambda: "the background task dying failed" in caplog.text)
         assert "RuntimeError: gone" in caplog.text
 

@@ -1,0 +1,214 @@
+"""The inference services in use: follows their list, keeps a node for each, and passes on what happens at them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from gateway.breaker.breakers import Breakers
+from gateway.breaker.outcome import Failure, Scope, is_local, split_key
+from gateway.breaker.permits import BreakerState
+from gateway.breaker.probe_schedule import Finding, Purpose
+from gateway.errors import RequestError
+from gateway.nodes.cold_placement import ColdPlacement
+from gateway.nodes.fleet import ONLY, Change, Fleet, Member
+from gateway.nodes.fleet_view import FleetView
+from gateway.nodes.membership import Address, Membership
+from gateway.nodes.node import Node
+from gateway.nodes.node_tls import NodeTls, read_tls
+from gateway.nodes.prefixes import Prefixes
+from gateway.nodes.rebalancer import Nodes, Rebalancer
+from gateway.providers.http_clients import make_local_session
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.settings import InferenceSettings
+from gateway.shared_state.shared_leases import Leases
+from gateway.telemetry.gateway_metrics import Telemetry
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.inference_nodes")
+
+SWEEP_SECONDS = 1.0
+"""Time between two checks for nodes that have left."""
+
+
+class Owner(Protocol):
+    """The running gateway. The name of the only service is empty."""
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Starts a background task."""
+        ...
+
+    def inference_token(self) -> str:
+        """The secret of the gateway and the inference services."""
+        ...
+
+    def operator_headers(self) -> dict[str, str]:
+        """Headers of requests that change something at an inference service."""
+        ...
+
+    def on_nodes(self, change: Change) -> None:
+        """Nodes were added or removed, or the settings have changed; added ones start after this call."""
+        ...
+
+    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
+        """An event of an inference service."""
+        ...
+
+    def on_reachable(self, node: str, is_reachable: bool) -> None:
+        """An inference service became reachable, or does not answer any more."""
+        ...
+
+
+class Prepared(NamedTuple):
+    """New settings with what has to be read before they can be used."""
+
+    settings: InferenceSettings
+    membership: Membership
+    tls: NodeTls | None
+
+
+class InferenceNodes:
+    """The nodes of one gateway. Create it inside the event loop; `use` begins with the first settings."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        settings: InferenceSettings,
+        breakers: Breakers,
+        telemetry: Telemetry,
+        leases: Callable[[], Leases],
+    ) -> None:
+        """Raises HeadgateError for files of `tls` that cannot be used."""
+        self._owner = owner
+        self._breakers = breakers
+        self._telemetry = telemetry
+        self.fleet = Fleet(self._make_node)
+        self.prefixes: Prefixes | None = None
+        """The prefixes of prompts that the nodes have; None where there is only one service."""
+        self.placement = ColdPlacement(leases, owner.spawn)
+        self._rebalancer = Rebalancer(leases, owner.spawn, owner.operator_headers)
+        self._now = Prepared(settings, Membership(settings), read_tls(settings.tls))
+        self._complete: Membership | None = None
+        """The last membership whose list was complete."""
+        self._watching: asyncio.Task[None] | None = None
+
+    async def prepare(self, settings: InferenceSettings) -> Prepared:
+        """What `use` needs; raises HeadgateError."""
+        tls = await asyncio.to_thread(read_tls, settings.tls)
+        is_new = settings != self._now.settings
+        membership = Membership(settings, self._now.membership) if is_new else self._now.membership
+        if is_new or self._watching is None:
+            await membership.first()
+        return Prepared(settings, membership, tls)
+
+    def use(self, prepared: Prepared) -> None:
+        """Uses the nodes of these settings. Requests that run keep those that they began with."""
+        is_new = prepared.membership is not self._now.membership or self._watching is None
+        self._now = prepared
+        self._use_members()
+        if is_new:
+            if self._watching is not None:
+                self._watching.cancel()
+            self._watching = self._owner.spawn(self._follow(), "nodes") if prepared.settings.nodes else None
+
+    def node(self, name: str = "") -> Node:
+        """The node with this name; without a name the only one. Raises RequestError."""
+        nodes = self.fleet.nodes
+        found = next(iter(nodes.values())) if not name and len(nodes) == 1 else nodes.get(name)
+        if found is None:
+            what = f"unknown node {name[:100]!r}" if name else "a node is required"
+            raise RequestError(Code.INVALID_REQUEST, f"{what}; nodes: {', '.join(nodes) or 'none yet'}", param="node")
+        return found
+
+    # --- the list of nodes -------------------------------------------------------------------------------------------
+    def _make_node(self, name: str, member: Member) -> Node:
+        tls = None if member.tls is None else member.tls.context
+        provider = LocalProvider(member.url, member.token, make_local_session(tls), tls, member.server_name)
+        return Node(name, member.url, provider, self._breakers, self, partial(self._on_probe, name))
+
+    def _use_members(self) -> None:
+        """With the first complete list of a configuration, nodes of the earlier one leave at once."""
+        settings, membership, tls = self._now
+        is_final = membership.is_complete and membership is not self._complete
+        self._complete = membership if membership.is_complete else self._complete
+        token = self._owner.inference_token()
+        addresses = membership.addresses if settings.nodes else {ONLY: Address(settings.url)}
+        members = {name: Member(one.url, token, tls, one.server_name) for name, one in addresses.items()}
+        if not settings.nodes:
+            self.prefixes = None
+        elif self.prefixes is None:
+            self.prefixes = Prefixes(token)
+        self._changed(self.fleet.use(members, is_final=is_final))
+
+    def _changed(self, change: Change) -> None:
+        for node in change.removed:
+            self._breakers.forget(node.key)
+            self._telemetry.forget_node(node.name)
+            if self.prefixes is not None:
+                self.prefixes.index.forget(node.name)
+        self._owner.on_nodes(change)
+        for node in change.added:
+            node.start(self._owner.spawn)
+
+    async def _follow(self) -> None:
+        """Follows the sources of nodes, removes nodes that have left and are silent, and divides models among them."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._now.membership.run(self._use_members))
+            group.create_task(self._rebalancer.run(self._nodes_to_rebalance))
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                if (change := self.fleet.sweep()).removed:
+                    self._changed(change)
+
+    def _nodes_to_rebalance(self) -> Nodes | None:
+        view = self.fleet.view
+        return Nodes(self.fleet.nodes, view, self._now.settings.replicas) if isinstance(view, FleetView) else None
+
+    # --- what happens at nodes (see `NodeObserver`) ------------------------------------------------------------------
+    def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:
+        """See `NodeObserver`."""
+        if self.prefixes is not None:
+            self.prefixes.apply(node.name, kind, data)
+        if kind == "snapshot":
+            self._note_twins(node)
+        self._owner.on_event(node.name, kind, data)
+
+    def _note_twins(self, node: Node) -> None:
+        """Two names of one service count its places twice."""
+        for other in self.fleet.nodes.values():
+            if other is not node and node.epoch is not None and other.epoch == node.epoch:
+                log.warning(
+                    "the nodes %s (%s) and %s (%s) are the same inference service; remove one of them",
+                    other.name, other.url, node.name, node.url,
+                )  # fmt: skip
+
+    def on_reachable(self, node: Node, is_reachable: bool) -> None:
+        """See `NodeObserver`."""
+        self._telemetry.node_up.labels(node.name).set(is_reachable)
+        self._owner.on_reachable(node.name, is_reachable)
+
+    def on_models(self, node: Node) -> None:
+        """See `NodeObserver`."""
+        self.fleet.note_change(node)
+
+    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
+        """A breaker has a new state; None when it was removed."""
+        if (node := self._node_of(provider)) is not None:
+            node.prober.on_state(model, state)
+            if not model and state is BreakerState.OPEN:
+                node.view.poll_soon()
+
+    def on_failure(self, provider: str, failure: Failure) -> None:
+        """An attempt failed."""
+        if failure.scope is Scope.PROVIDER and (node := self._node_of(provider)) is not None:
+            node.prober.suspect()
+
+    def _node_of(self, key: str) -> Node | None:
+        """The node whose breakers have this key."""
+        return self.fleet.nodes.get(split_key(key)[1]) if is_local(key) else None
+
+    def _on_probe(self, node: str, purpose: Purpose, finding: Finding) -> None:
+        self._telemetry.probes.labels(node, purpose, finding).inc()
