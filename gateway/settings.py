@@ -86,6 +86,8 @@ def node_source(entry: str) -> NodeSource:
     name, separator, url = entry.partition("=")
     if not separator or "/" in name:
         name, url = "", entry
+    elif not name:
+        raise ValueError(f"{entry!r}: the name before `=` is missing")
     try:
         url = _http_url(url).rstrip("/")
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.outcome import Failure, Scope, Verdict
+from gateway.breaker.permits import Refused
 from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
@@ -68,22 +69,31 @@ class NodeSelection:
         is_service = isinstance(verdict, Failure) and verdict.scope is Scope.PROVIDER
         self.exclude(node, "" if is_service else model, why)
 
+    def refused(self, node: str, model: str, refusal: Refused) -> None:
+        """A breaker of `node` refused an attempt, and there is another node.
+
+        A node that recovers is used if no other is left. It is not used again if it was chosen before a node with
+        another problem.
+        """
+        if refusal.recovering and node not in self._avoided:
+            self._avoided.add(node)
+        else:
+            self.exclude(node, model, f"breaker {refusal.by} {'is recovering' if refusal.recovering else 'is open'}")
+
     def exclude(self, node: str, model: str, why: str) -> None:
         """Do not use `node` for `model` (empty: for any) again."""
         self._excluded[node, model] = why
 
-    def avoid(self, node: str) -> bool:
-        """Use `node` only if no other is left; whether it was not avoided before."""
-        is_new = node not in self._avoided
+    def avoid(self, node: str) -> None:
+        """Use `node` only if no other is left."""
         self._avoided.add(node)
-        return is_new
 
     async def choose(self, model: str, prompt_tokens: int, seconds: float) -> str | NoNode:
         """The node for `model`, or the reasons why there is none. `prompt_tokens` is an estimate.
 
         Where the model has to be loaded, the nodes are asked for their plans, for at most `seconds`.
         """
-        found = self._choice(model, prompt_tokens)
+        found = self._best_node(model, prompt_tokens)
         if isinstance(found, NoNode):
             return found
         self.has_other = any(name not in self._avoided for name in found.others)
@@ -97,7 +107,7 @@ class NodeSelection:
         status = self._view.table.status(node, model)
         return status is not None and status.state not in PRESENT
 
-    def _choice(self, model: str, prompt_tokens: int) -> ChosenNode | NoNode:
+    def _best_node(self, model: str, prompt_tokens: int) -> ChosenNode | NoNode:
         table = self._view.table
         needs = NodeNeeds(prompt_tokens, self._request.needs, self._fit_check)
         names = table.nodes_for(model, random.random)
@@ -109,9 +119,9 @@ class NodeSelection:
             names = list(self._nodes)[:MOST_UNLISTED]
         size_bytes = 1 if blocks is None else blocks.size_bytes
         cached_tokens = {name: prompt_tokens * prefix_bytes // size_bytes for name, prefix_bytes in cached.items()}
-        found = self._choose(names, model, needs, cached_tokens)
+        found = self._choose_among(names, model, needs, cached_tokens)
         if isinstance(found, NoNode) and len(others := [name for name in table.listed(model) if name not in names]):
-            found = self._choose(others, model, needs, cached_tokens)  # none of the sample can take it
+            found = self._choose_among(others, model, needs, cached_tokens)  # none of the sample can take it
         return found
 
     def headers(self, node: str, model: str) -> dict[str, str]:
@@ -119,7 +129,7 @@ class NodeSelection:
         blocks = self._blocks_for(model)
         return {} if blocks is None else {H_PREFIX: self._prefixes.note(node, blocks)}
 
-    def _choose(
+    def _choose_among(
         self, names: Iterable[str], model: str, needs: NodeNeeds, cached_tokens: Mapping[str, int]
     ) -> ChosenNode | NoNode:
         nodes = [self._nodes[name] for name in names if name in self._nodes]  # others were added since

@@ -151,7 +151,7 @@ class Attempt:
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = needs_operator(verdict, observation)
             level = logging.ERROR if misconfigured else logging.WARNING
-            hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
+            hint = _advice(candidate) if misconfigured else ""
             log.log(level, "request %s: %s: %s%s", state.record.id, candidate.place, message, hint)
         return verdict
 
@@ -190,3 +190,10 @@ class Attempt:
     async def close(self) -> None:
         """Closes the provider's stream at once."""
         await self.reader.close()
+
+
+def _advice(candidate: Candidate) -> str:
+    """What an operator checks when a provider rejects the gateway's credentials."""
+    if candidate.is_local:
+        return "; INFERENCE_TOKEN must be the same at the gateway and at each inference service"
+    return f"; check the key and the settings of provider {candidate.provider}"

@@ -205,10 +205,7 @@ class ChainRunner:
             lease = await state.acquire(candidate, forced=forced)
             if isinstance(lease, Refused):
                 if nodes is not None and other_node:
-                    if not lease.recovering:
-                        nodes.exclude(candidate.node, candidate.model, f"breaker {lease.by} is open")
-                    elif not nodes.avoid(candidate.node):  # it was chosen again, before a node with another problem
-                        nodes.exclude(candidate.node, candidate.model, f"breaker {lease.by} {_RECOVERING[1]}")
+                    nodes.refused(candidate.node, candidate.model, lease)
                     waiting.appendleft(candidate)
                 elif lease.recovering or lease.silent:
                     drop, why = _SILENT if lease.silent else _RECOVERING

@@ -287,3 +287,19 @@ async def test_healed_node_gets_a_request_although_another_has_the_prompt(fleet:
     await until("it is listed", lambda: runtime.inference.node(other).view.models)
     assert (await fleet.ask(messages=messages))[0] == other
     assert runtime.breakers.states()[f"local@{other}"] is BreakerState.CLOSED
+
+
+async def test_two_names_of_one_service_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeInference("token") as service:
+        config = f"inference: {{nodes: [a={service.url}, b={service.url}]}}"
+        async with Gateway(tmp_path, "http://unused", config):
+            await until("it is reported", lambda: "are the same inference service" in caplog.text)
+    assert f"a ({service.url})" in caplog.text
+
+
+async def test_wrong_token_is_reported_with_what_to_check(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeInference("another token") as service:
+        config = f"inference: {{nodes: [a={service.url}]}}"
+        async with Gateway(tmp_path, "http://unused", config) as gateway:
+            assert (await gateway.chat()).status_code == 503
+    assert "INFERENCE_TOKEN must be the same at the gateway and at each inference service" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,7 @@ class FakeInference:
     """
 
     def __init__(self, token: str | None = None) -> None:
+        self.epoch = secrets.token_hex(8)
         self.answers: dict[str, Answer] = {}
         self.queue: dict[str, list[Answer]] = {}
         self.models: dict[str, ModelStatus] = {
@@ -169,7 +171,7 @@ class FakeInference:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         models = [model.to_json() for model in self.models.values()]
-        snapshot = {"models": models, "devices": self.devices, "ready": self.ready}
+        snapshot = {"models": models, "devices": self.devices, "ready": self.ready, "epoch": self.epoch}
         await response.write(_event(self._number, "snapshot", snapshot))
         if self.figures and request.query.get("figures") == "true":
             await response.write(_event(self._number, "figures", self.figures))

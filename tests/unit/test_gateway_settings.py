@@ -89,6 +89,7 @@ def test_entry_of_nodes_names_its_source(tmp_path: Path, entry: str, source: tup
         ("inference: {nodes: [gpu-1]}", "inference.nodes.0", "or write NAME=URL, dns:NAME:PORT or ray:ADDRESS"),
         ("inference: {nodes: ['dns:gpu']}", "inference.nodes.0", "write dns:NAME:PORT"),
         ("inference: {nodes: ['dns:gpu:0']}", "inference.nodes.0", "write dns:NAME:PORT"),
+        ("inference: {nodes: ['=http://gpu-1:1']}", "inference.nodes.0", "the name before `=` is missing"),
         ("inference: {nodes: ['ü=http://gpu-1:1']}", "inference.nodes.0", "is not a name of a node"),
         ("inference: {nodes: ['a=http://b:1', 'a=http://c:1']}", "inference.nodes.1", "two nodes are named 'a'"),
         ("inference: {tls: {key: k.pem}}", "inference.tls", "set both or none"),
