@@ -363,7 +363,7 @@ async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
 
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     if first["type"] == "json_invalid":
         return _envelope(request, 400, error_body(Code.INVALID_JSON, "the body is not valid JSON"), {})
     param = ".".join(where) or None

@@ -31,6 +31,8 @@ H_PREFIX = "x-headgate-prefix"
 """Hashes of the prompt's last blocks, comma-separated: labels of the sequence that the worker stores. The gateway sends
 them where it has several inference services."""
 MOST_PREFIX_HASHES = 32
+H_FENCE = "x-headgate-fence"
+"""With a load: the number of the lease under which the gateway decided it. A later lease has a larger number."""
 H_DEADLINE = "x-headgate-deadline-ms"
 """How long the client of the inference service waits for the first token, in milliseconds."""
 H_STREAM_INTERVAL = "x-headgate-stream-interval-ms"

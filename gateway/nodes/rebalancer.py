@@ -17,6 +17,7 @@ from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node, Spawn
 from gateway.nodes.rebalance import Copy, RebalanceState, cheapest, protected, rebalance
 from gateway.shared_state.shared_leases import Lease, Leases
+from inference.protocol import H_FENCE
 
 log = logging.getLogger("gateway.nodes.rebalancer")
 
@@ -74,7 +75,7 @@ class Rebalancer:
         for copy in decision.copies:
             self._spawn(self._copy(copy, found, lease), f"copy of {copy.model}")
         for model, node in decision.kept:
-            self._spawn(self._keep(model, found.nodes[node]), f"keep {model}")
+            self._spawn(self._keep(model, found.nodes[node], lease), f"keep {model}")
 
     async def _hold_lease(self) -> Lease | None:
         """The lease, if this gateway has it and no other can have it."""
@@ -95,14 +96,14 @@ class Rebalancer:
             self._state = self._state.after_refusal(copy.model, copy.nodes, self._clock())
         elif await self._leases().renew(lease, LEASE_SECONDS):
             log.info("loading %s on node %s: %s", copy.model, name, copy.reason)
-            if not await self._load(copy.model, found.nodes[name], may_evict=copy.may_evict):
+            if not await self._load(copy.model, found.nodes[name], lease, may_evict=copy.may_evict):
                 self._state = self._state.after_refusal(copy.model, (name,), self._clock())
 
-    async def _keep(self, model: str, node: Node) -> None:
+    async def _keep(self, model: str, node: Node, lease: Lease) -> None:
         """Uses a copy, so that its node does not unload it."""
-        await self._load(model, node)
+        await self._load(model, node, lease)
 
-    async def _load(self, model: str, node: Node, *, may_evict: bool = True) -> bool:
+    async def _load(self, model: str, node: Node, lease: Lease, *, may_evict: bool = True) -> bool:
         """Loads `model` on `node`, or uses it there; whether that succeeded. A load that runs is not repeated."""
         key = (model, node.name)
         if key in self._loading:
@@ -110,7 +111,8 @@ class Rebalancer:
         self._loading.add(key)
         try:
             path = f"/models/{quote(model, safe='')}/load" + ("" if may_evict else "?evict=false")
-            await node.provider.post_json(path, b"", LOAD_SECONDS, self._headers())
+            fence = {} if lease.fence is None else {H_FENCE: str(lease.fence)}
+            await node.provider.post_json(path, b"", LOAD_SECONDS, {**self._headers(), **fence})
         except UpstreamError as error:
             log.warning("node %s did not load %s: %s", node.name, model, error)
             return False

@@ -154,7 +154,7 @@ _ACQUIRE_LEASE = """
 -- KEYS: lease, fence; ARGV: token, milliseconds. Returns the fencing token, or nothing if the lease is held.
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false end
 local last = tonumber(redis.call('GET', KEYS[2]) or 0)
-local fence = math.max(last + 1, math.floor(now * 1000)) -- it grows also after the server lost its data
+local fence = math.max(last + 1, time[1] * 1e6 + time[2]) -- by the clock: larger also after the data was lost
 redis.call('SET', KEYS[2], string.format('%.0f', fence))
 return string.format('%.0f', fence)
 """

@@ -1,11 +1,10 @@
-"""Leases: at most one holder of a name, with a fencing token that grows with each new holder.
+"""Leases: at most one holder of a name, with a fencing token where several gateways share them.
 
 `LocalLeases` are those of one gateway alone, `SharedLeases` those of all gateways.
 """
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Callable
@@ -19,14 +18,15 @@ if TYPE_CHECKING:
 
 
 class Lease(NamedTuple):
-    """The right to a piece of work until it expires. A larger `fence` is a later holder.
+    """The right to a piece of work until it expires.
 
     `is_shared`: no other gateway holds it. A lease that was acquired while the store was lost is of this gateway only.
+    `fence`: a later holder of a lease of all gateways has a larger one; None for a lease of this gateway only.
     """
 
     name: str
     token: str
-    fence: int
+    fence: int | None
     is_shared: bool
 
 
@@ -53,7 +53,6 @@ class LocalLeases:
         """`is_shared`: this gateway is the only one."""
         self._clock = clock
         self._is_shared = is_shared
-        self._fences = itertools.count(1)
         self._held: dict[str, tuple[str, float]] = {}
         """Token and end by name."""
 
@@ -63,7 +62,7 @@ class LocalLeases:
         if name in self._held and self._held[name][1] > now:
             return None
         self._held = {other: held for other, held in self._held.items() if held[1] > now}
-        lease = Lease(name, secrets.token_hex(8), next(self._fences), self._is_shared)
+        lease = Lease(name, secrets.token_hex(8), None, self._is_shared)
         self._held[name] = (lease.token, now + seconds)
         return lease
 

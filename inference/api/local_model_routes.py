@@ -6,17 +6,37 @@ The name of a model with several replicas stands for all of them, NAME@1, NAME@2
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference.authority.events import Move, Offload, Unload
 from inference.authority.lifecycle import ACCEPTING
 from inference.authority.shell import Authority
 from inference.errors import InvalidRequestError
-from inference.protocol import Priority
+from inference.protocol import H_FENCE, Priority
 from inference.workers.crash_records import CrashStore
+
+MOST_FENCE = 2**53
+"""Larger numbers are not exact in Lua and JavaScript. The fences of gateways are microseconds of Unix time."""
+
+
+class LoadFence:
+    """The largest fence of a load since the start of the service."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+
+    def check(self, fence: int) -> None:
+        """Raises InvalidRequestError for a load that was decided under an earlier lease than another load."""
+        if fence < self._largest:
+            raise InvalidRequestError(
+                f"not loaded: this load was decided under lease {fence}, which has ended, because lease "
+                f"{self._largest} was used here since; decide again under a new lease, or load without {H_FENCE}",
+                param=H_FENCE,
+            )
+        self._largest = fence
 
 
 class MoveRequest(BaseModel):
@@ -30,6 +50,7 @@ class MoveRequest(BaseModel):
 def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     """The routes of models."""
     routes = APIRouter()
+    load_fence = LoadFence()
 
     @routes.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -42,8 +63,13 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
 
     @routes.post("/models/{model_id:path}/load")
     async def load(
-        model_id: str, seconds: float | None = Query(None, ge=0, le=86400), evict: bool = True
+        model_id: str,
+        seconds: float | None = Query(None, ge=0, le=86400),
+        evict: bool = True,
+        fence: Annotated[int | None, Header(alias=H_FENCE, ge=1, le=MOST_FENCE)] = None,
     ) -> dict[str, Any]:
+        if fence is not None:
+            load_fence.check(fence)
         await load_replicas(authority, model_id, seconds, evicts=evict)
         return authority.status(authority.resolve(model_id)).to_json()
 

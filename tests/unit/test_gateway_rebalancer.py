@@ -13,7 +13,7 @@ from gateway.nodes.node import Node
 from gateway.nodes.rebalance import HOLD_SECONDS, KEEP_SECONDS
 from gateway.nodes.rebalancer import LEASE_SECONDS, Nodes, Rebalancer
 from gateway.shared_state.shared_leases import Lease, LocalLeases
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import H_FENCE, ModelState, ModelStatus
 from tests.rigs import virtual_time
 
 
@@ -27,6 +27,7 @@ class Service:
         self.refuses = False
         self.loads: list[float] = []
         self.paths: list[str] = []
+        self.fences: list[str | None] = []
         self.provider = self
         self.fleet: FleetView | None = None
         self.view = SimpleNamespace(is_fresh=True, models={})
@@ -41,7 +42,8 @@ class Service:
         return self.plan_of
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Any) -> Any:
-        assert headers == {"authorization": "Bearer admin"}
+        assert headers["authorization"] == "Bearer admin"
+        self.fences.append(headers.get(H_FENCE))
         self.paths.append(path)
         self.loads.append(asyncio.get_running_loop().time())
         await asyncio.sleep(1.0)
@@ -57,10 +59,14 @@ class _Leases(LocalLeases):
     def __init__(self, clock: Callable[[], float], *, is_shared: bool) -> None:
         super().__init__(clock, is_shared=True)
         self.is_shared = is_shared
+        self.fence: int | None = None
         self._alone = LocalLeases(clock, is_shared=False)
 
     async def acquire(self, name: str, seconds: float) -> Lease | None:
-        return await (super() if self.is_shared else self._alone).acquire(name, seconds)
+        if not self.is_shared:
+            return await self._alone.acquire(name, seconds)
+        lease = await super().acquire(name, seconds)
+        return None if lease is None else lease._replace(fence=self.fence)
 
     async def renew(self, lease: Lease, seconds: float) -> bool:
         if not lease.is_shared:
@@ -113,6 +119,20 @@ def test_model_is_loaded_on_as_many_nodes_as_replicas_by_one_gateway() -> None:
         await world.end()
 
     virtual_time.run(work())
+
+
+def test_loads_have_the_fence_of_the_lease_if_it_has_one() -> None:
+    async def work(fence: int | None) -> None:
+        kept = Service("a", ModelState.READY, idle_seconds=KEEP_SECONDS + 1)
+        world = World(kept, Service("b"), replicas=2)
+        world.leases.fence = fence
+        await world.after(HOLD_SECONDS + 5)
+        expected = None if fence is None else str(fence)
+        assert [set(service.fences) for service in world.services] == [{expected}, {expected}]
+        await world.end()
+
+    virtual_time.run(work(1_795_685_482_123_456))
+    virtual_time.run(work(None))
 
 
 def test_further_copy_of_a_busy_model_evicts_nothing() -> None:
