@@ -34,6 +34,7 @@ from gateway.providers.provider import Provider
 from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig, KeySettings
+from gateway.shared_state.gateway_count import GatewayCountFile
 from gateway.shared_state.shared_leases import Leases, LocalLeases, SharedLeases
 from gateway.telemetry.gateway_metrics import Telemetry
 from gateway.telemetry.traffic_counters import TrafficCounters
@@ -100,7 +101,7 @@ class Runtime:
         self.keys = self._keys(config)
         self.usage = UsageService(state.root, config, self._use_stored_keys)
         self.telemetry = Telemetry()
-        self.shared_state = _shared_state(config, self.telemetry)
+        self.shared_state = _shared_state(config, self.telemetry, state)
         self._breaker_file = BreakerFile(state, self._breaker_providers)
         self.breakers = Breakers(
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
@@ -350,7 +351,7 @@ def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     return [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
 
 
-def _shared_state(config: GatewayConfig, telemetry: Telemetry) -> SharedState | None:
+def _shared_state(config: GatewayConfig, telemetry: Telemetry, state: StateDir) -> SharedState | None:
     """The state that is shared with other gateways, if it is configured; raises HeadgateError without the client."""
     if config.state is None:
         return None
@@ -363,7 +364,7 @@ def _shared_state(config: GatewayConfig, telemetry: Telemetry) -> SharedState | 
             "`state:` of gateway.yaml needs the Redis client; install the extra: pip install 'headgate[redis]'"
         ) from None
     on_state, on_error = telemetry.watch_shared_state()
-    return SharedState(config.state, on_state, on_error)
+    return SharedState(config.state, on_state, on_error, count_file=GatewayCountFile(state))
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

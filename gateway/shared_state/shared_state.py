@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.apis.lenient_json import loads
 from gateway.errors import StoreLostError
+from gateway.shared_state.gateway_count import GatewayCountFile
 from gateway.shared_state.scripts import DEAD_SECONDS, GATEWAYS
 from gateway.shared_state.store import Store, Values, shown
 
@@ -34,7 +35,8 @@ class SharedState:
     """One gateway's part. Parts that keep shared data add their callbacks before `start`.
 
     `on_up` runs after each connection, `on_tick` with each heartbeat, `on_down` when the store is lost; `on_message`
-    has a function for each kind of published message.
+    has a function for each kind of published message. `count_file` keeps the number of gateways for a start without
+    the store.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class SharedState:
         on_state: OnState = lambda *_: None,
         on_error: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        count_file: GatewayCountFile | None = None,
     ) -> None:
         self.gateway = secrets.token_hex(8)
         """The name of this process in the store."""
@@ -62,6 +65,7 @@ class SharedState:
         """Server time minus the clock of this process."""
         self._up_since = 0.0
         self._why: str | None = None
+        self._count_file = count_file
         self._down = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._first_try = asyncio.Event()
@@ -81,6 +85,8 @@ class SharedState:
 
     async def start(self) -> None:
         """Connects, and waits for it for START_SECONDS at most; without the store the gateway starts alone."""
+        if self._count_file is not None:
+            self.gateways = await self._count_file.load()
         self._tasks = [
             asyncio.create_task(self._run(), name="shared-state"),
             asyncio.create_task(self._listen(), name="shared-state-events"),
@@ -99,6 +105,8 @@ class SharedState:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._store.close()
+        if self._count_file is not None:
+            await self._count_file.close()
         self.is_up = False
 
     async def call(self, operation: str, script: str, keys: list[str], values: Values = ()) -> Any:
@@ -153,6 +161,8 @@ class SharedState:
             self._up_since = received
         # after a restart of the store the gateways come back one by one
         self.gateways = max(count, self.gateways) if received - self._up_since < DEAD_SECONDS else count
+        if self._count_file is not None:
+            self._count_file.note(self.gateways)
         self._on_state(True, self.gateways)
 
     async def _came_up(self) -> None:
@@ -160,7 +170,7 @@ class SharedState:
         for callback in self.on_up:
             await callback()
         if self._why is not None:
-            log.warning("shared state: %s answers again; %d gateways", self._address, self.gateways)
+            log.info("shared state: %s answers again; %d gateways", self._address, self.gateways)
         else:
             log.info("shared state: connected to %s", self._address)
         self._why = None

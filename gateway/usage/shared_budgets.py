@@ -38,22 +38,27 @@ class SharedBudgets:
         self._keys = keys
         self._own = own
         self._wall = wall
-        self._month = ""
+        self._month = month_of(wall())
         self._others: dict[str, Spent] = {}
         self._at_loss: dict[str, Spent] = {}
         self._next = 0
         state.on_up.append(self._came_up)
         state.on_tick.append(self._exchange)
         state.on_down.append(self._on_down)
+        self._on_down()
 
     def elsewhere(self, key: str, now: float) -> Spent:
-        """What the other gateways used in the month of `now`. Without the store, as much as this one since then."""
-        if month_of(now) != self._month:
-            return Spent()
-        others = self._others.get(key, Spent())
-        if self._state.is_up or key not in self._at_loss:
+        """What the other gateways used in the month of `now`. Without the store, as much as this one since then.
+
+        Since its start, if the store has not answered yet.
+        """
+        if month_of(now) == self._month:
+            others, before = self._others.get(key, Spent()), self._at_loss.get(key)
+        else:
+            others, before = Spent(), Spent()
+        if self._state.is_up or before is None:
             return others
-        own, before, more = self._own(key, now), self._at_loss[key], self._state.gateways - 1
+        own, more = self._own(key, now), self._state.gateways - 1
         return others.plus(more * (own.dollars - before.dollars), more * (own.tokens - before.tokens))
 
     def _on_down(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from gateway.access.key_usage import Limiter, Meter
 from gateway.access.rate_limits import Limits
 from gateway.access.shared_limits import SharedLimits, share_of
 from gateway.errors import RefusedError
+from gateway.shared_state.gateway_count import NAME, GatewayCountFile
 from gateway.shared_state.scripts import usage_key
 from gateway.shared_state.shared_state import SharedState
 from gateway.telemetry.gateway_metrics import Telemetry
+from headgate.shared.state_directory import StateDir
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
@@ -221,6 +224,28 @@ async def test_without_the_store_each_gateway_allows_its_share_of_what_is_left(s
         assert await found.accepted(limits, 12) in (5, 6, 7), "only the requests of the outage are in the new store"
         with pytest.raises(RefusedError):  # the running requests are listed again
             await found.enter(unknown._replace(concurrent=3), 0, name="another")
+
+
+async def test_gateway_that_starts_without_the_store_allows_its_share_of_the_last_known_number(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    limits = Limits(requests_per_minute=12)
+    async with shared_gateways(server, 2) as found:
+        state = SharedState(server.url, count_file=GatewayCountFile(StateDir(tmp_path)))
+        await state.start()
+        await until(lambda: (tmp_path / NAME).is_file() and all(one.gateways == 3 for one in [state, *found.states]))
+        await state.stop()
+        server.kill()
+        try:
+            for directory, share in ((tmp_path, 4), (tmp_path / "new", 12)):
+                state = SharedState(server.url, count_file=GatewayCountFile(StateDir(directory)))
+                alone = Gateways([Limiter(Telemetry(), shared=SharedLimits(state))], [state])
+                await state.start()
+                assert not state.is_up
+                assert await alone.accepted(limits, 13) == share
+                await state.stop()
+        finally:
+            server.start()
 
 
 async def test_request_that_ends_while_the_accounts_are_merged_is_not_listed_again() -> None:

@@ -81,3 +81,19 @@ async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, On
     await until(lambda: one.state.is_up and other.state.is_up)
     await until(lambda: (one.elsewhere.dollars, other.elsewhere.dollars) == (1.0, 1.0), 3)
     assert not one.is_used_up
+
+
+def test_gateway_that_starts_without_the_store_takes_the_others_to_use_as_much_since_then() -> None:
+    one = One("redis://127.0.0.1:1/0", "a")
+    one.state.gateways = 3
+    one.use(1.0)
+    assert one.elsewhere.dollars == 2.0
+    assert one.is_used_up
+
+
+def test_next_month_during_an_outage_counts_from_zero() -> None:
+    one = One("redis://127.0.0.1:1/0", "a")
+    one.state.gateways, later = 2, time.time() + 40 * 86400
+    one.use(2.0)
+    one.budgets.note("ann", 0.5, 10, later)
+    assert one.shared.elsewhere("ann", later) == Spent(0.5, 10)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.breaker.breaker_file import BreakerFile
+from gateway.shared_state.gateway_count import GatewayCountFile
 from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import MachineLock, StateDir
@@ -32,6 +33,10 @@ pytestmark = pytest.mark.timeout(60)
 
 async def _breakers(state: StateDir) -> None:
     await BreakerFile(state, lambda: ("local",)).load()
+
+
+async def _gateway_count(state: StateDir) -> None:
+    assert await GatewayCountFile(state).load() == 1
 
 
 async def _accelerators(state: StateDir) -> None:
@@ -64,6 +69,7 @@ READERS: dict[str, Callable[[StateDir], Awaitable[None]]] = {
     "accelerators.json": _accelerators,
     "crashes/demo.json": _made(lambda state: CrashStore(state).of("demo")),
     "breakers.json": _breakers,
+    "gateways.json": _gateway_count,
     "build.json": _build,
 }
 """All state files of the two services and the code that reads them at start (crash records: when they are shown)."""
