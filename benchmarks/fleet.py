@@ -37,8 +37,8 @@ from benchmarks.gateways import CONFIG, cores, headgate
 from benchmarks.upstream import Upstream
 from headgate.cli.bench import percentile
 from inference.worker.cpu_cores import usable_cores
-from tests.fleet.system import KEY, MODEL, Fleet, redis_server
-from tests.rigs.processes import Service, free_port
+from tests.fleet.system import KEY, MODEL, Fleet
+from tests.rigs.redis_server import SERVER, RedisServer
 
 RAW = Path(__file__).parent / "results" / "fleet.json"
 PARTS = ("throughput", "shared", "prefix")
@@ -239,15 +239,15 @@ async def prefix(plan: Plan, root: Path, found: Found) -> None:
 
 async def shared(plan: Plan, root: Path, found: Found) -> None:
     """Gateways with and without a store, before an upstream that answers at once."""
-    program = redis_server()
-    if program is None:
+    if SERVER is None:
         say("shared: skipped, neither redis-server nor valkey-server is installed")
         return
     own, core = cores()
     limits = {"limits": {"requests_per_minute": 10**9}}
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(_store(program, root))
-        state = {"state": f"redis://127.0.0.1:{store}/0"}
+        store = RedisServer(root)
+        stack.callback(store.kill)
+        state = {"state": store.url}
         async with Upstream(8) as service:
             targets = {}
             for name, more in ((ALONE, {}), (SHARED, state), (LIMITED, limits), (SHARED_LIMITED, {**state, **limits})):
@@ -267,19 +267,6 @@ async def shared(plan: Plan, root: Path, found: Found) -> None:
                         found.p50_seconds.setdefault(name, []).append(percentile(spans.whole, 0.5))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {own, core})
-
-
-@contextlib.contextmanager
-def _store(program: str, root: Path) -> Iterator[int]:
-    """The port of a Redis server without files."""
-    place, port = root / "store", free_port()
-    place.mkdir()
-    argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(place)]
-    service = Service(argv, dict(os.environ), place, port, "store").spawn()
-    try:
-        yield port
-    finally:
-        service.kill()
 
 
 def table(found: Found) -> Iterator[str]:

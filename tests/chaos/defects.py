@@ -9,7 +9,7 @@ from typing import Any
 from tests.chaos.judge import OWN_TOKENS, SAME_ANSWER
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
+def replace(owner: Any, name: str, value: Any) -> None:
     """Sets an attribute that exists."""
     assert hasattr(owner, name), f"{owner} has no {name} any more"
     setattr(owner, name, value)
@@ -28,7 +28,7 @@ def leaked_reservation(service: str) -> None:
         if next(turns) % 2:
             release(*arguments)
 
-    _replace(endings, "release", forgetful)
+    replace(endings, "release", forgetful)
 
 
 def done_on_a_cut(service: str) -> None:
@@ -39,8 +39,8 @@ def done_on_a_cut(service: str) -> None:
     from gateway.routing import resume_policy
     from inference.protocol import DONE
 
-    _replace(OpenAIWriter, "end_with_error", lambda *_: DONE)
-    _replace(resume_policy, "MAX_RESUMES", 0)
+    replace(OpenAIWriter, "end_with_error", lambda *_: DONE)
+    replace(resume_policy, "MAX_RESUMES", 0)
 
 
 def no_death_signal(service: str) -> None:
@@ -57,7 +57,7 @@ def no_death_signal(service: str) -> None:
         command = (sys.executable, "-c", _UNTIED, "-m", "inference.worker")  # the last two identify a worker
         return launch(name, path, command, environment, keep)
 
-    _replace(worker_process, "launch", untied)
+    replace(worker_process, "launch", untied)
 
 
 _UNTIED = """
@@ -78,7 +78,7 @@ def double_probe(service: str) -> None:
 
     from gateway.breaker.permits import Permits
 
-    _replace(Permits, "is_probing", lambda *_: False)
+    replace(Permits, "is_probing", lambda *_: False)
 
 
 def skipped_release(service: str) -> None:
@@ -100,8 +100,8 @@ def skipped_release(service: str) -> None:
         if id(self) not in lost:
             release(self, completed=completed)
 
-    _replace(Lease, "__init__", numbered)
-    _replace(Lease, "release", forgetful)
+    replace(Lease, "__init__", numbered)
+    replace(Lease, "release", forgetful)
 
 
 def shared_tenant(service: str) -> None:
@@ -115,7 +115,7 @@ def shared_tenant(service: str) -> None:
     def one(self: Keys, *arguments: Any, **more: Any) -> None:
         begin(self, *arguments, **{**more, "one_tenant": True})
 
-    _replace(Keys, "__init__", one)
+    replace(Keys, "__init__", one)
 
 
 def unverified_states(service: str) -> None:
@@ -132,7 +132,7 @@ def unverified_states(service: str) -> None:
         command = (sys.executable, "-c", _TRUSTING, "-m", "inference.worker")
         return launch(name, path, command, environment, keep)
 
-    _replace(worker_process, "launch", trusting)
+    replace(worker_process, "launch", trusting)
 
 
 _TRUSTING = """

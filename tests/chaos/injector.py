@@ -51,7 +51,7 @@ XIDS = (
     "firmware-timeout",
     "off-the-bus",
 )
-_MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError)
+_MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError, AssertionError)
 
 
 @dataclass(slots=True)

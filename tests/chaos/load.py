@@ -6,7 +6,6 @@ The transport below the client is observed, because the client hides whether `[D
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,6 +16,7 @@ import httpx2
 import openai
 
 from tests.chaos.judge import End, Outcome
+from tests.rigs.fault_runs import Users
 
 PATIENCE_SECONDS = 60.0
 """Longer than any wait or silence that the gateway allows in the configuration of the suite."""
@@ -108,13 +108,14 @@ class Conversation:
         return found[:-1]
 
 
-class Load:
-    """Requests of all kinds to one gateway; `outcomes` is filled as they end. A context manager."""
+class Load(Users):
+    """Requests of all kinds to one gateway; `outcomes` is filled as they end."""
 
     def __init__(
         self, base_url: str, keys: Sequence[str], routes: Sequence[str], clock: Callable[[], float], seed: int
     ) -> None:
         """`keys`: one for each tenant."""
+        super().__init__()
         self._tap = Tap()
         http = httpx2.AsyncClient(transport=self._tap, timeout=httpx2.Timeout(PATIENCE_SECONDS))
         self._clients = [
@@ -127,18 +128,11 @@ class Load:
         self._conversations = itertools.count(1000)
         self._spoken: list[Conversation] = []
         """Conversations of the first tenant whose last turn only this tenant has sent."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._stopping = asyncio.Event()
         self.outcomes: list[Outcome] = []
         self.open: dict[str, Outcome] = {}
 
-    async def __aenter__(self) -> Load:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
         for client in self._clients:
             await client.close()
 
@@ -150,24 +144,10 @@ class Load:
         for tenant in range(len(self._clients)):
             self._spawn(self._talk(random.Random(f"{self._seed}/talk/{tenant}"), tenant))
 
-    async def end(self) -> None:
-        """No user sends a new request; returns when the last answer is over."""
-        self._stopping.set()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _user(self, luck: random.Random) -> None:
         while not self._stopping.is_set():
             outcome = await self.ask(self.draw(luck))
-            pause = luck.uniform(0.02, 0.4) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await self._pause(luck.uniform(0.02, 0.4) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0))
 
     async def _talk(self, luck: random.Random, tenant: int) -> None:
         """Goes on with conversations in random order. The second tenant also repeats what the first one has sent."""
@@ -186,9 +166,7 @@ class Load:
             if not tenant and has_ended and conversation is not None and conversation not in seen:
                 seen.add(conversation)  # it is repeated by the other tenant only once
                 self._spoken = [*self._spoken[-KEPT:], conversation]
-            pause = luck.uniform(0.02, 0.3) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await self._pause(luck.uniform(0.02, 0.3) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0))
 
     def conversation(self, luck: random.Random) -> Conversation:
         """A new conversation."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +15,7 @@ from tests.chaos.judge import End, Outcome, conversations, tally
 from tests.chaos.plan import LEAST_SHARE
 from tests.chaos.run import Results
 from tests.chaos.settle import RECOVERY_SECONDS
+from tests.rigs import fault_runs
 
 
 def failover_seconds(outcomes: Sequence[Outcome]) -> list[float]:
@@ -76,18 +75,17 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """The text of the report."""
-    yield (
-        f"chaos, seed {result['seed']}: {result['events']} of {result['planned']} events took effect in "
-        f"{result['seconds']:.0f} s, under {result['requests']} requests"
-    )
+    yield from fault_runs.report("chaos", result, _details(result))
+
+
+def _details(result: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, result["kinds"]), default=0)
     for kind, count in result["kinds"].items():
         yield f"  {kind:<{width}} {count:>5}  {count / max(1, result['events']):6.1%}"
-    for name in ("ends", "tiers", "codes", "conversations", "failover", "restarts", "load_seconds", "recovery_seconds"):
-        yield f"  {name}: {', '.join(f'{key} {value}' for key, value in result[name].items())}"
+    yield from fault_runs.listed(
+        result, "ends", "tiers", "codes", "conversations", "failover", "restarts", "load_seconds", "recovery_seconds"
+    )
     yield f"  backoffs at the end: {result['backoff_seconds']} s; checks of the ledger: {result['looks']}"
-    for one in result["violations"][:60]:
-        yield f"  VIOLATION at {one['at']:.1f} s: {one['promise']}: {one['seen']}"
 
 
 def bars(result: dict[str, Any], events: int) -> list[Bar]:
@@ -101,9 +99,3 @@ def bars(result: dict[str, Any], events: int) -> list[Bar]:
         Bar("chaos_violations", len(result["violations"]), "violations", "<=", 0),
         Bar("chaos_recovery_beyond_load", result["recovery_beyond_load_seconds"], "s", "<=", RECOVERY_SECONDS),
     ]
-
-
-def keep(path: Path, runs: dict[str, Any]) -> None:
-    """Writes the figures of all runs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")

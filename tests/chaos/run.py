@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,32 +9,23 @@ from tests.chaos import judge
 from tests.chaos.injector import KINDS, Done, Injector
 from tests.chaos.judge import Facts, Outcome, Violation
 from tests.chaos.load import Load
-from tests.chaos.plan import Event, Kind, events
+from tests.chaos.plan import Event, events
 from tests.chaos.settle import Settled, Settling
 from tests.chaos.system import ALONE, BACKED, DEVICES, KEYS, KV_RAM_GB, MODELS, System
 from tests.chaos.watch import Watch
+from tests.rigs import fault_runs
 
 USERS = 6
 MOST_AT_ONCE = 6
 """The largest number of simultaneous faults; on a busy machine they start later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """`kinds` None: all kinds; `plants` are names of defects. No fault begins after `most_seconds`.
+@dataclass(frozen=True)
+class Settings(fault_runs.Settings):
+    """With `measures` false, undisturbed durations are not measured."""
 
-    With `measures` false, undisturbed durations are not measured; with `settles` false, the final checks are left out.
-    """
-
-    seed: int = 1
-    events: int = 1000
-    gap_seconds: float = 1.2
     users: int = USERS
-    plants: tuple[str, ...] = ()
-    kinds: tuple[Kind, ...] | None = None
-    most_seconds: float = math.inf
     measures: bool = True
-    settles: bool = True
     kv_ram_gb: float = KV_RAM_GB
 
 
@@ -72,50 +59,22 @@ async def run(root: Path, settings: Settings) -> Results:
 
 
 async def _run(system: System, results: Results) -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-
-    def clock() -> float:
-        return loop.time() - began
-
-    settings = results.settings
+    settings, clock = results.settings, fault_runs.stopwatch()
     async with Load(system.base_url, KEYS, (*BACKED, ALONE), clock, settings.seed) as load:
         settling = Settling(system, load, clock)
         if settings.measures:
             results.cold_start_seconds = await settling.all_answer()
         injector, watch = Injector(system, load, clock), Watch(system, clock)
-        watching = asyncio.create_task(watch.run())
-        load.begin(settings.users)
-        await _inject(injector, results.planned, clock, settings.most_seconds)
-        await load.end()
-        if settings.settles:
-            results.settled = await settling.run(measures=settings.measures)
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        async with fault_runs.during(watch.run()):
+            load.begin(settings.users)
+            await fault_runs.inject(results.planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
+            await load.end()
+            if settings.settles:
+                results.settled = await settling.run(measures=settings.measures)
         results.outcomes = [*load.outcomes, *load.open.values()]
         results.done, results.restarts, results.looks = injector.done, injector.restarts, watch.samples
         results.violations = [*_judged(injector, results), *watch.violations, *results.settled.violations]
     results.seconds = clock()
-
-
-async def _inject(
-    injector: Injector, planned: Sequence[Event], clock: Callable[[], float], most_seconds: float
-) -> None:
-    """Starts every event at its time, or when there is room for it; returns when the last one is over."""
-    start = clock()
-    under_way: set[asyncio.Task[None]] = set()
-    for event in sorted(planned, key=lambda item: item.at_seconds):
-        await asyncio.sleep(max(0.0, start + event.at_seconds - clock()))
-        while len(under_way) >= MOST_AT_ONCE:
-            await asyncio.wait(set(under_way), return_when=asyncio.FIRST_COMPLETED)
-        if clock() - start > most_seconds:
-            break
-        task = asyncio.create_task(injector.inject(event), name=f"{event.number} {event.kind}")
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
-    if under_way:
-        await asyncio.wait(set(under_way))
 
 
 def _judged(injector: Injector, results: Results) -> list[Violation]:

@@ -6,14 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tests.chaos.defects import replace
 from tests.fleet import judge
 from tests.fleet.plan import Kind
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute that exists."""
-    assert hasattr(owner, name), f"{owner} has no {name} any more"
-    setattr(owner, name, value)
 
 
 def unclaimed_probe() -> None:
@@ -23,7 +18,7 @@ def unclaimed_probe() -> None:
     async def claim(self: breaker_sync.BreakerSync, _keys: Sequence[tuple[str, str]]) -> Any:
         return breaker_sync._Claim(self, {})
 
-    _replace(breaker_sync.BreakerSync, "claim", claim)
+    replace(breaker_sync.BreakerSync, "claim", claim)
 
 
 def undivided_limits() -> None:
@@ -32,7 +27,7 @@ def undivided_limits() -> None:
 
     assert hasattr(shared_limits, "share_of")
     for module in _using(shared_limits.share_of):
-        _replace(module, "share_of", lambda limits, _gateways: limits)
+        replace(module, "share_of", lambda limits, _gateways: limits)
 
 
 def _using(function: Any) -> list[Any]:
@@ -47,7 +42,7 @@ def no_resume() -> None:
     """An answer of a node that ends is not continued on another one."""
     from gateway.routing import resume_policy
 
-    _replace(resume_policy, "MAX_RESUMES", 0)
+    replace(resume_policy, "MAX_RESUMES", 0)
 
 
 PLANTS: Mapping[str, Callable[[], None]] = {

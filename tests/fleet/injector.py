@@ -30,10 +30,10 @@ from tests.fleet.system import (
     Fleet,
     Gateway,
     limited_key,
-    until,
 )
 from tests.rigs.link_proxy import LinkState
 from tests.rigs.processes import Service
+from tests.rigs.stack import until
 
 MOST_NODES = 2
 """Nodes in trouble at the same time; the others answer."""
@@ -150,9 +150,9 @@ class Injector:
         """Returns when the node answers something for one of these gateways, or soon after."""
         prompts = range(len(self.load.prompts))
         asked = [self.load.start(number, prompt) for number in gateways for prompt in random.sample(prompts, 2)]
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(AssertionError):
             answers = lambda: any(one.node == name and one.end is None for one in asked)  # noqa: E731
-            await until(f"{name} answers", answers, OCCUPY_SECONDS, every=0.01)
+            await until(f"{name} answers", answers, seconds=OCCUPY_SECONDS, every=0.01)
 
     async def _is_used(self, name: str) -> None:
         async def used() -> bool:
@@ -309,14 +309,14 @@ class Injector:
             for link in links:
                 link.failing, link.hold, link.failed = FAILING, HELD_SECONDS, []
             try:
-                await until(f"the breaker of {name} is open at all gateways", lambda: self._opened(name), 30.0)
+                await until(f"the breaker of {name} is open at all gateways", lambda: self._opened(name), seconds=30.0)
                 await asyncio.sleep(HELD_SECONDS + 0.2)  # what was sent before
                 since = asyncio.get_running_loop().time()
 
                 async def probes() -> list[tuple[float, float]]:
                     return [period for link in links for period in link.failed if period[0] >= since]
 
-                await until(f"a probe of {name}", probes, MOST_PAUSE_SECONDS)
+                await until(f"a probe of {name}", probes, seconds=MOST_PAUSE_SECONDS)
                 await asyncio.sleep(OBSERVED_SECONDS)
                 periods = await probes()
             finally:
@@ -379,9 +379,9 @@ class Injector:
         self, promise: str, what: str, look: Callable[[], Any], seconds: float, every: float = 0.2
     ) -> None:
         try:
-            await until(what, look, seconds, every)
-        except TimeoutError as error:
-            self._violate(promise, str(error))
+            await until(what, look, seconds=seconds, every=every)
+        except (AssertionError, TimeoutError) as error:
+            self._violate(promise, str(error) or what)
 
     def _violate(self, promise: str, seen: str) -> None:
         self.violations.append(Violation(promise, self.clock(), seen))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from tests.chaos.judge import SLACK_SECONDS, End, Violation
 
@@ -152,11 +151,6 @@ def most_at_once(periods: Iterable[tuple[float, float]]) -> int:
     return most
 
 
-def least_gap(periods: Sequence[tuple[float, float]]) -> float:
-    """The shortest time from the end of one period to the start of the next one; infinite for less than two."""
-    return min((after[0] - before[1] for before, after in pairwise(sorted(periods))), default=float("inf"))
-
-
 def most_admitted(limit: int, seconds: float, gateways: int, *, is_alone: bool) -> int:
     """The number of requests that a limit per minute allows in a period.
 
@@ -164,11 +158,3 @@ def most_admitted(limit: int, seconds: float, gateways: int, *, is_alone: bool) 
     """
     bound = limit * (1 + seconds / 60)
     return int(bound + (bound / gateways if is_alone else 0.0) + _ROUNDING)
-
-
-def shares(nodes: Iterable[str]) -> Mapping[str, int]:
-    """The number of answers by node."""
-    found: dict[str, int] = {}
-    for node in nodes:
-        found[node] = found.get(node, 0) + 1
-    return dict(sorted(found.items()))

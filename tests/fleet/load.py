@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import random
@@ -16,6 +15,7 @@ import httpx2
 from tests.chaos.judge import End
 from tests.fleet.judge import NEW, Outcome
 from tests.fleet.system import KEY, MODEL, TOTAL_SECONDS, Fleet
+from tests.rigs.fault_runs import Users
 
 PATIENCE_SECONDS = TOTAL_SECONDS + 15.0
 """Longer than a gateway lets a request wait for its first token, and then be silent."""
@@ -66,56 +66,38 @@ def body(question: str, tokens: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Load:
-    """Requests to the gateways of `fleet`; `outcomes` is filled as they end. A context manager."""
+class Load(Users):
+    """Requests to the gateways of `fleet`; `outcomes` is filled as they end."""
 
     def __init__(self, fleet: Fleet, known: Sequence[Reference], clock: Callable[[], float], seed: int) -> None:
+        super().__init__()
         self._fleet, self.prompts, self._clock, self._seed = fleet, known, clock, seed
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         self._http = httpx2.AsyncClient(timeout=httpx2.Timeout(PATIENCE_SECONDS), limits=limits)
         self._numbers = itertools.count(1)
-        self._stopping = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self.outcomes: list[Outcome] = []
         self.open: dict[str, Outcome] = {}
 
-    async def __aenter__(self) -> Load:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
         await self._http.aclose()
 
     def begin(self, users: int) -> None:
         """`users` send one request after the other from now until `end`."""
         for number in range(users):
-            task = asyncio.create_task(self._user(random.Random(f"{self._seed}/{number}")))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def end(self) -> None:
-        """No user sends a new request; returns when the last answer is over."""
-        self._stopping.set()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+            self._spawn(self._user(random.Random(f"{self._seed}/{number}")))
 
     async def _user(self, luck: random.Random) -> None:
         while not self._stopping.is_set():
             gateway = luck.randrange(len(self._fleet.gateways))
             prompt = NEW if luck.random() < 0.3 else luck.randrange(len(self.prompts))
             outcome = await self.ask(gateway, prompt, stream=luck.random() < 0.7)
-            pause = luck.uniform(0.05, 0.5) + (0.5 if outcome.end is End.BROKEN else 0.0)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await self._pause(luck.uniform(0.05, 0.5) + (0.5 if outcome.end is End.BROKEN else 0.0))
 
     def start(self, gateway: int, prompt: int, *, stream: bool = True) -> Outcome:
         """Sends one request concurrently; the outcome is filled as the answer arrives."""
         outcome = self._new(gateway, prompt, stream)
-        task = asyncio.create_task(self._run(outcome))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._run(outcome))
         return outcome
 
     async def ask(self, gateway: int, prompt: int, *, stream: bool = True) -> Outcome:

@@ -15,7 +15,8 @@ from tests.fleet import judge
 from tests.fleet.injector import Injector
 from tests.fleet.judge import NEW, Outcome
 from tests.fleet.load import Load
-from tests.fleet.system import DEVICE, MODEL, Fleet, until
+from tests.fleet.system import DEVICE, MODEL, Fleet
+from tests.rigs.stack import until
 
 EVERY_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
@@ -30,7 +31,6 @@ class Settling:
         self._fleet, self._load, self._injector, self._clock = fleet, load, injector, clock
         self._holdings = {name: Since(LEAK_SECONDS) for name in fleet.nodes}
         self.violations: list[Violation] = []
-        self.answers_by_node: dict[str, int] = {}
         self.looks = 0
 
     async def watch(self) -> None:
@@ -74,8 +74,7 @@ class Settling:
     async def _all_answer(self) -> bool:
         """Many requests at once are divided among all nodes."""
         outcomes = await self._asked()
-        self.answers_by_node = dict(judge.shares(one.node for one in outcomes if one.end is End.COMPLETE))
-        return set(self.answers_by_node) == set(self._fleet.nodes)
+        return {one.node for one in outcomes if one.end is End.COMPLETE} == set(self._fleet.nodes)
 
     async def _asked(self) -> list[Outcome]:
         gateways = len(self._fleet.gateways)
@@ -93,8 +92,8 @@ class Settling:
 
     async def _expect(self, what: str, look: Callable[[], Any], promise: str = judge.CONVERGES) -> None:
         try:
-            await until(what, look, SETTLE_SECONDS, 0.5)
-        except (TimeoutError, httpx2.HTTPError) as error:
+            await until(what, look, seconds=SETTLE_SECONDS, every=0.5)
+        except (AssertionError, TimeoutError, httpx2.HTTPError) as error:
             self._violate(promise, str(error) or repr(error))
 
     def _violate(self, promise: str, seen: str) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from inference.workers.os_api import socket_directory
 from tests.fleet.launcher import CLOCK_ENV, write_clock
 from tests.rigs.link_proxy import Link
 from tests.rigs.processes import Service, free_port, inference_service, private_env
-from tests.rigs.stack import REPOSITORY
+from tests.rigs.redis_server import SERVER
+from tests.rigs.stack import REPOSITORY, until
 
 GATEWAYS, NODES = 3, 4
 MODEL = "demo"
@@ -49,11 +50,6 @@ INFERENCE_ENV = {
     "INFERENCE_KV_RAM_GB": "0.02",
     "INFERENCE_TOKEN": TOKEN,
 }
-
-
-def redis_server() -> str | None:
-    """The path of a Redis or Valkey server on this machine; None without one."""
-    return shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 def limited_key(number: int) -> str:
@@ -152,10 +148,10 @@ class Fleet:
     def _redis(self) -> Service:
         root = self.root / "store"
         (root / "data").mkdir(parents=True)
-        program, port = redis_server(), self._port()
-        assert program is not None, "no redis-server"
+        port = self._port()
+        assert SERVER is not None, "no redis-server"
         argv = [
-            program, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", PASSWORD, "--dir", str(root / "data"),
+            SERVER, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", PASSWORD, "--dir", str(root / "data"),
             "--save", "", "--appendonly", "yes", "--appendfsync", "no",
         ]  # fmt: skip
         return Service(argv, dict(os.environ), root, port, "store")
@@ -228,7 +224,7 @@ class Fleet:
             shutil.rmtree(self.store.root / "data")
             (self.store.root / "data").mkdir()
         self.store.spawn()
-        await until("the store answers", self._store_answers, 20.0)
+        await until("the store answers", self._store_answers, seconds=20.0)
 
     async def start_node(self, name: str, model: str = MODEL) -> None:
         """Starts a node that has ended, and loads its model."""
@@ -250,7 +246,7 @@ class Fleet:
                 return False
             return True
 
-        await until(f"the simulator of {name} answers", healed, 20.0)
+        await until(f"the simulator of {name} answers", healed, seconds=20.0)
 
     async def start_gateway(self, number: int) -> None:
         """Starts a gateway that has ended."""
@@ -262,7 +258,7 @@ class Fleet:
         """Ends a service with a signal; its simulator and workers end with it."""
         if service.exit_status() is None:
             service.signal(number)
-        await until(f"{service.name} has ended", lambda: service.exit_status() is not None, seconds)
+        await until(f"{service.name} has ended", lambda: service.exit_status() is not None, seconds=seconds)
 
     async def _is_up(self, service: Service) -> None:
         async def ready() -> bool:
@@ -273,7 +269,7 @@ class Fleet:
             except httpx2.HTTPError:
                 return False
 
-        await until(f"{service.name} is ready", ready, START_SECONDS)
+        await until(f"{service.name} is ready", ready, seconds=START_SECONDS)
 
     async def _store_answers(self) -> bool:
         try:
@@ -308,18 +304,3 @@ class Fleet:
 
 def _key(key: str) -> dict[str, Any]:
     return {"name": key, "hash": f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"}
-
-
-async def until(what: str, look: Callable[[], Any], seconds: float, every: float = 0.1) -> None:
-    """Returns when `look` (or what it awaits) is true; TimeoutError after `seconds`."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while True:
-        found = look()
-        if asyncio.iscoroutine(found):
-            found = await found
-        if found:
-            return
-        if loop.time() > end:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
-        await asyncio.sleep(every)
