@@ -43,6 +43,20 @@ def limit_seconds(
     return streams * prompt_tokens / prefill_rate + streams * answer_tokens / decode_rate
 
 
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """A streamed answer; times are of `time.perf_counter`."""
+
+    text: str
+    tokens: int
+    first_at: float
+    ended_at: float
+
+    def tokens_until(self, now: float) -> float:
+        """The tokens that had arrived at this time; they arrive at a constant rate."""
+        return self.tokens * min(1.0, max(0.0, now - self.first_at) / max(1e-9, self.ended_at - self.first_at))
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float], *, smaller_is_better: bool = False) -> list[float]:
     """Ratios of two systems by round, above 1 if the first is better. Paired, because the machine's speed varies."""
     pairs = zip(ours, theirs, strict=True)

@@ -30,7 +30,7 @@ from typing import Any
 import httpx2
 
 from benchmarks import asking
-from benchmarks.figures import Bar, Middle, ratios
+from benchmarks.figures import Bar, Middle, TimedAnswer, ratios
 from benchmarks.gateway import ALONE_PER_SECOND, chat
 from benchmarks.gateway_samples import WHOLE
 from benchmarks.gateways import CONFIG, cores, headgate
@@ -69,20 +69,12 @@ QUICK = Plan(rounds=2, seconds=10.0, samples=12, sample_seconds=1.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One answer; times are of `time.perf_counter`."""
+class Turn(TimedAnswer):
+    """One answer."""
 
-    text: str
-    tokens: int
     prompt_tokens: int
     cached_tokens: int
     node: str
-    first_at: float
-    ended_at: float
-
-    def tokens_until(self, now: float) -> float:
-        """The tokens that had arrived at this time; they arrive at a constant rate."""
-        return self.tokens * min(1.0, max(0.0, now - self.first_at) / max(1e-9, self.ended_at - self.first_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +166,9 @@ class Talk:
                     text += piece
                 usage = chunk.get("usage") or usage
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        counts = usage["completion_tokens"], usage["prompt_tokens"], cached
-        return Turn(text, *counts, node, first, time.perf_counter())
+        return Turn(
+            text, usage["completion_tokens"], first, time.perf_counter(), usage["prompt_tokens"], cached, node
+        )  # fmt: skip
 
     async def conversation(self, name: str, turns: int, lengths: tuple[int, int], until: float) -> list[Turn]:
         """The turns of one conversation, one after the other; none begins after `until`."""

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Bar, Middle, ratios
+from benchmarks.figures import Bar, Middle, TimedAnswer, ratios
 from headgate.cli.bench import percentile
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.worker.cpu_cores import usable_cores
@@ -54,20 +54,12 @@ class Round:
     devices: list[list[str]]
 
 
-@dataclass(slots=True)
-class Turn:
-    """One answer: seconds to its first token, its tokens and its text, the device, and when it began and ended."""
+@dataclass(frozen=True, slots=True)
+class Turn(TimedAnswer):
+    """One answer, with the seconds to its first token."""
 
     first_token_seconds: float
-    tokens: int
-    text: str
     device: str
-    first_at: float
-    ended_at: float
-
-    def tokens_until(self, time: float) -> float:
-        """The tokens that had arrived at this time; they arrive at a constant rate."""
-        return self.tokens * min(1.0, max(0.0, time - self.first_at) / max(1e-9, self.ended_at - self.first_at))
 
 
 @dataclass(slots=True)
@@ -136,7 +128,7 @@ class Bench:
                 text += piece
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
         connection.close()
-        return Turn(first, tokens, text, device, began + first, time.perf_counter())
+        return Turn(text, tokens, began + first, time.perf_counter(), first, device)
 
     def client(self, number: int, until: float) -> list[list[Turn]]:
         """Conversations, one after the other."""
