@@ -122,7 +122,7 @@ class Telemetry:
         gateways = Gauge(
             "gateway_fleet_gateways", "Live gateways; the last known number without the store", registry=self.registry
         )
-        self.shared_state_errors = errors = Counter(
+        errors = Counter(
             "gateway_shared_state_errors_total", "Failed operations of the shared state", ["operation"],
             registry=self.registry,
         )  # fmt: skip

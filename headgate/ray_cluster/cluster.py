@@ -9,7 +9,7 @@ from typing import Any
 
 from headgate.ray_cluster.cluster_errors import ClusterError, NoClusterError, RayMissingError, reason
 from headgate.ray_cluster.controller import ControllerActor
-from headgate.ray_cluster.node_actors import CONTROLLER, NAMESPACE, NODE_PREFIX
+from headgate.ray_cluster.node_actors import CONTROLLER, NAMESPACE, NODE_PREFIX, actor_options
 from headgate.ray_cluster.node_report import ServiceSettings
 
 AUTO = "auto"
@@ -69,16 +69,7 @@ def start_controller(settings: ServiceSettings) -> Any:
 
     return (
         ray.remote(ControllerActor)
-        .options(
-            name=CONTROLLER,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-            num_gpus=0,
-            resources={HEAD_RESOURCE: 0.001},
-        )
+        .options(**actor_options(CONTROLLER), resources={HEAD_RESOURCE: 0.001})
         .remote(settings)
     )
 

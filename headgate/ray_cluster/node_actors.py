@@ -44,6 +44,14 @@ def running_actors() -> dict[str, Any]:
     return found
 
 
+def actor_options(name: str) -> dict[str, Any]:
+    """Ray's options of an actor that outlives this process, is started only once, and reserves nothing."""
+    return {
+        "name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1,
+        "num_cpus": 0, "num_gpus": 0,
+    }  # fmt: skip
+
+
 def start_actor(node: RayNode, name: str, settings: ServiceSettings) -> Any:
     """The actor of `node`, started if there is none. It can run on this node only."""
     import ray
@@ -52,13 +60,7 @@ def start_actor(node: RayNode, name: str, settings: ServiceSettings) -> Any:
     return (
         ray.remote(NodeActor)
         .options(
-            name=NODE_PREFIX + node.id,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-            num_gpus=0,
+            **actor_options(NODE_PREFIX + node.id),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
         .remote(name, node.address, settings)
