@@ -77,8 +77,11 @@ class Settling:
         return {one.node for one in outcomes if one.end is End.COMPLETE} == set(self._fleet.nodes)
 
     async def _asked(self) -> list[Outcome]:
-        gateways = len(self._fleet.gateways)
-        return await asyncio.gather(*(self._load.ask(number % gateways, NEW) for number in range(ASKED_AT_ONCE)))
+        """Each gateway in turn: it counts only its own requests, and fills the fastest nodes first."""
+        found: list[Outcome] = []
+        for gateway in range(len(self._fleet.gateways)):
+            found += await asyncio.gather(*(self._load.ask(gateway, NEW) for _ in range(ASKED_AT_ONCE)))
+        return found
 
     async def _is_idle(self, name: str) -> bool:
         models = (await self._fleet.node(name, "/v1/models"))["data"]
