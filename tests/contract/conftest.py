@@ -10,9 +10,9 @@ import pytest
 from inference.devices.nvml_reader import NvmlReader
 from tests.rigs.nvml_stub import NvmlStub
 from tests.rigs.nvml_stub.two_cards import two_cards
-from tests.rigs.service_fixtures import fake, start
+from tests.rigs.service_fixtures import fake, server, start
 
-__all__ = ["fake", "start"]
+__all__ = ["fake", "server", "start"]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +26,6 @@ from gateway.telemetry.gateway_metrics import Telemetry
 from headgate.shared.state_directory import StateDir
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 class Gateways:
@@ -114,7 +107,7 @@ async def test_usage_drains(gateways: Gateways) -> None:
     began = time.monotonic()
     accepted = await gateways.accepted(limits, 700)
     assert accepted <= 600 + 10 * (time.monotonic() - began) + 1
-    await asyncio.sleep(0.12)
+    await asyncio.sleep(0.12)  # one request drains in 0.1 s
     await gateways.enter(limits, 1)
 
 
@@ -199,7 +192,7 @@ async def test_requests_of_a_gateway_that_ended_do_not_count_as_running(
             task.cancel()
         with pytest.raises(RefusedError):
             await found.enter(limits, 1)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.4)  # longer than DEAD_SECONDS
         await found.states[1].call("test", "heartbeat", ["headgate:gateways"], [found.states[1].gateway, 6])
         assert await found.accepted(limits, 3, at=1) == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,13 +11,6 @@ from gateway.shared_state.shared_leases import Leases, LocalLeases, SharedLeases
 from gateway.shared_state.shared_state import SharedState
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture(params=["local", "shared"])
@@ -59,7 +52,7 @@ async def test_lease_expires_for_its_holder(two: tuple[Leases, Leases]) -> None:
     one, other = two
     first = await one.acquire("rebalance", 0.05)
     assert first is not None
-    await asyncio.sleep(0.08)
+    await asyncio.sleep(0.08)  # longer than the lease
     second = await other.acquire("rebalance", 5.0)
     assert second is not None
     assert not await one.renew(first, 5.0)
@@ -72,7 +65,7 @@ async def test_renewed_lease_is_kept(two: tuple[Leases, Leases]) -> None:
     lease = await one.acquire("rebalance", 0.1)
     assert lease is not None
     for _ in range(3):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # half of the lease
         assert await one.renew(lease, 0.1)
         assert await other.acquire("rebalance", 0.1) is None
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,9 @@ from gateway.breaker.permits import BreakerState, Rule
 from gateway.shared_state import breaker_sync
 from gateway.shared_state.scripts import GATEWAYS
 from tests.rigs.redis_server import RedisServer
-from tests.rigs.shared_gateways import PAIR, SharedGateway, until
+from tests.rigs.shared_gateways import OPEN_SECONDS, PAIR, SharedGateway, until
 
 OPEN, CLOSED = BreakerState.OPEN, BreakerState.CLOSED
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +32,7 @@ async def test_open_period_and_recovery_reach_the_other_gateways(server: RedisSe
         await until(lambda: two.is_state(OPEN), 1)
         entry = two.breakers.breaker("p", "m").describe()
         assert (entry["source"], entry["last_failure"]) == ("fleet", "it failed")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(OPEN_SECONDS)
         probe = await two.acquire()
         assert probe is not None
         assert probe.is_probe
@@ -87,7 +79,7 @@ async def test_old_entries_are_forgotten_here_as_in_the_store(
     async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
         await one.open("old")
         await until(lambda: two.is_state(OPEN, "old"))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # longer than FORGET_SECONDS and the open period
         await one.open("new")
         await until(lambda: ("p", "new") in two.sync._known)
         await until(lambda: not any(("p", "old") in gateway.sync._known for gateway in (one, two)))
@@ -96,7 +88,7 @@ async def test_old_entries_are_forgotten_here_as_in_the_store(
 async def test_gateway_that_starts_takes_over_open_breakers(server: RedisServer, tmp_path: Path) -> None:
     async with SharedGateway(server.url, tmp_path, rule=Rule(failures=2, open=30)) as one:
         await one.open()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # until the store has it
         async with SharedGateway(server.url, tmp_path) as two:
             assert two.breakers.open_for("p", "m") == pytest.approx(30, abs=0.5)
 
@@ -158,7 +150,7 @@ async def test_probe_of_a_gateway_that_knows_less_is_refused(server: RedisServer
         await one.open()
         await until(lambda: two.is_state(OPEN), 1)
         two.state.on_message.clear()  # messages are lost
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(OPEN_SECONDS)
         probe = await one.acquire()
         assert probe is not None
         assert await two.acquire() is None, "the probe is running"
@@ -178,13 +170,13 @@ async def test_claim_ends_with_its_gateway(
         await one.start()
         await one.open()
         await until(lambda: two.is_state(OPEN), 1)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(OPEN_SECONDS)
         assert await one.acquire() is not None
         assert await two.acquire() is None
         for task in one.state._tasks:  # killed: it does not release anything
             task.cancel()
         one.state.is_up = False
-        await asyncio.sleep(0.35)
+        await asyncio.sleep(0.35)  # longer than CLAIM_SECONDS
         probe = await two.acquire()
         assert probe is not None
         assert probe.is_probe
@@ -195,7 +187,7 @@ async def test_cancelled_probe_returns_its_claim(server: RedisServer, tmp_path: 
     async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
         await one.open()
         await until(lambda: two.is_state(OPEN), 1)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(OPEN_SECONDS)
         for yields in range(6):
             task = asyncio.create_task(one.acquire())
             for _ in range(yields):
@@ -218,7 +210,7 @@ async def test_lost_store_leaves_each_gateway_its_own_state(server: RedisServer,
             await until(lambda: not (one.state.is_up or two.state.is_up), 3)
             await one.open("while-lost")
             await two.open("other")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(OPEN_SECONDS)
             assert isinstance(await one.acquire("while-lost"), Lease), "its own probe"
             assert one.state.gateways == 2
             assert two.is_state(CLOSED, "while-lost")
@@ -247,7 +239,7 @@ async def test_change_during_an_outage_does_not_undo_a_later_one(
         await until(lambda: two.is_state(OPEN), 1)
         one.state._lost("a test")  # this gateway alone
         one.breakers.reset("p/m")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the other reset is the later one
         two.breakers.reset("p/m")
         await two.open()
         await until(lambda: one.state.is_up)
@@ -258,7 +250,7 @@ async def test_change_during_an_outage_does_not_undo_a_later_one(
 async def test_server_that_hangs_costs_a_request_at_most_its_deadline(server: RedisServer, tmp_path: Path) -> None:
     async with SharedGateway(server.url, tmp_path) as one:
         await one.open()
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(OPEN_SECONDS)
         server.pause(1.0)
         began = one.clock()
         probe = await one.acquire()
@@ -285,9 +277,9 @@ async def test_open_period_of_the_file_counts_where_the_store_has_nothing_newer(
     await before.file.close()
     async with SharedGateway(server.url, tmp_path, rule=long) as other:
         await other.open("closed-since")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # until the store has it
         other.breakers.reset("p/closed-since")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # until the store has it
         again = SharedGateway(server.url, tmp_path, 3600.0, long)
         again.file._directory = before.file._directory
         again.file._wall = time.time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,13 +15,6 @@ from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
 OWNER = "a" * 64
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -113,7 +106,7 @@ async def test_responses_expire(two: tuple[SharedResponses, ...], server: RedisS
     one._seconds = 0.05
     put(one, "resp_1")
     await written(one)
-    await asyncio.sleep(0.08)
+    await asyncio.sleep(0.08)  # longer than it is kept
     assert await find(other, "resp_1") is None
     put(one, "resp_2")
     await written(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,15 +13,9 @@ from gateway.errors import StoreLostError
 from gateway.shared_state import store as store_module
 from gateway.shared_state.scripts import GATEWAYS, usage_key
 from gateway.shared_state.shared_state import SharedState
+from gateway.shared_state.store import CALL_SECONDS, GRACE_SECONDS
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -97,7 +91,7 @@ async def test_each_change_is_logged_once(
 async def test_calls_that_wait_end_with_the_connection(state: SharedState, server: RedisServer) -> None:
     server.pause(1.0)
     calls = [asyncio.create_task(state.call("test", "now", [])) for _ in range(5)]
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.02)  # until the commands are sent
     await state._store.close()
     async with asyncio.timeout(2):
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -118,9 +112,9 @@ async def test_more_commands_than_may_wait_are_refused(
 
 async def test_busy_gateway_does_not_take_the_server_for_lost(state: SharedState) -> None:
     call = asyncio.create_task(state.call("test", "now", []))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    time.sleep(0.35)
+    for _ in range(2):
+        await asyncio.sleep(0)  # until the command is sent
+    time.sleep(CALL_SECONDS + 2 * GRACE_SECONDS)  # blocks the event loop for longer than the deadline of the call
     assert float(await call) > 0
     assert state.is_up
 
@@ -141,7 +135,7 @@ async def test_messages_are_received_on_a_new_connection_after_a_silence(
     state, received = SharedState(server.url), list[str]()
     state.on_message["greeting"] = received.append
     await state.start()
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # a silence of several LISTEN_SECONDS
 
     def is_received() -> bool:
         server.command("PUBLISH", state.channel, '["another gateway", "greeting", "hello"]')

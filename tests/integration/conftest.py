@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.rigs.service_fixtures import cloud, fake, start
+from tests.rigs.service_fixtures import cloud, fake, server, start
 
-__all__ = ["cloud", "fake", "start"]
+__all__ = ["cloud", "fake", "server", "start"]

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
@@ -19,13 +19,6 @@ from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.stack import until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill()
 
 
 class Fleet:
@@ -158,15 +151,15 @@ async def test_store_that_is_killed_twice_under_load_fails_no_request(fleet: Fle
                 began = time.monotonic()
                 statuses[(await gateway.chat(headers=team)).status_code] += 1
                 slowest = max(slowest, time.monotonic() - began)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # a client's pause
 
         async with asyncio.TaskGroup() as group:
             for gateway in (one, two, one, two):
                 group.create_task(client(gateway))
             for _ in range(2):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # requests with the store
                 server.kill()
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.3)  # requests without it
                 server.start()
                 states = [gateway.runtime.shared_state for gateway in (one, two)]
                 await until("it is back", lambda states=states: all(state.is_up for state in states))
@@ -183,8 +176,7 @@ async def test_only_one_gateway_sends_a_recovery_probe(fleet: Fleet) -> None:
         claim = await one.runtime.breakers.claims.claim([("local", "")])
         breaker = two.runtime.breakers.breaker("local")
         breaker._machine.open(two.runtime.breakers.clock() + 30)
-        await asyncio.sleep(0.8)
-        assert breaker.describe()["last_probe"] == "another gateway probes it"
+        await until("a claim is refused", lambda: breaker.describe()["last_probe"] == "another gateway probes it")
         claim.release("local", "")
         await until("it is probed", lambda: "was answered" in (breaker.describe()["last_probe"] or ""))
         assert first.prober is not second.prober

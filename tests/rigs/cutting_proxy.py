@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.rigs.link_proxy import Ends, until_one_ends
+
 GENERATIONS = (b"POST /v1/chat/completions ", b"POST /v1/completions ")
 
 
@@ -84,9 +86,6 @@ class CuttingProxy:
         return self._plans.popleft() if self._plans else None
 
 
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 class _Connection:
     def __init__(self, proxy: CuttingProxy, caller: Ends, service: Ends) -> None:
         self._proxy = proxy
@@ -94,13 +93,9 @@ class _Connection:
         self._break: Break | None = None
 
     async def run(self) -> None:
-        both = [asyncio.create_task(self._forth()), asyncio.create_task(self._back())]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await until_one_ends(self._forth(), self._back())
         finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
             for _reader, writer in (self._caller, self._service):
                 writer.transport.abort()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from enum import StrEnum
+from typing import Any
 
 _CHUNK = 65536
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -115,16 +116,7 @@ class Link:
                     end.transport.abort()
 
     async def _join(self, caller: Ends, service: Ends) -> None:
-        both = [
-            asyncio.create_task(self._forth(caller, service)),
-            asyncio.create_task(self._pass(service[0], caller[1])),
-        ]
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+        await until_one_ends(self._forth(caller, service), self._pass(service[0], caller[1]))
 
     async def _forth(self, caller: Ends, service: Ends) -> None:
         while data := await caller[0].read(_CHUNK):
@@ -161,6 +153,17 @@ class Link:
             await caller[1].drain()
         finally:
             self.failed.append((began, loop.time()))
+
+
+async def until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs these until one of them ends, and cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _some(reader: asyncio.StreamReader) -> bytes:

@@ -1,8 +1,8 @@
-"""Fixtures of several test folders: a fake inference service, inference services with fake workers, a fake cloud."""
+"""Fixtures of several test folders: inference services, fake ones and with fake workers, a fake cloud, Redis."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -31,3 +32,11 @@ async def cloud() -> AsyncIterator[FakeProvider]:
     """A cloud that speaks the APIs of all providers."""
     async with FakeProvider() as cloud:
         yield cloud
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis or Valkey server; without one the test is skipped."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()

@@ -19,6 +19,8 @@ from gateway.shared_state.shared_state import SharedState
 from headgate.shared.state_directory import StateDir
 
 PAIR = Failure(Scope.PAIR, reached=True)
+OPEN_SECONDS = 0.2
+"""The open period of a breaker."""
 _numbers = itertools.count()
 
 
@@ -42,7 +44,7 @@ class SharedGateway:
         self.file = BreakerFile(
             StateDir(directory), lambda: ("p", "local"), self.clock, lambda: time.time() + skew_seconds
         )
-        self.breakers = Breakers(rule or Rule(failures=2, open=0.2), self.clock, store=self.file)
+        self.breakers = Breakers(rule or Rule(failures=2, open=OPEN_SECONDS), self.clock, store=self.file)
 
     async def start(self) -> None:
         """Begins to share."""

@@ -65,24 +65,26 @@ def output() -> Output:
     return Output()
 
 
-async def test_children_stop_in_reverse_order(output: Output) -> None:
-    """The first child receives SIGTERM when the second one has ended."""
+async def _back_and_front(output: Output) -> tuple[Supervisor, Child]:
+    """Two children that are up, and the first of them."""
     back, front = _child("back", STAYS), _child("front", STAYS)
     supervisor = _supervisor(output, back, front)
     supervisor.begin()
     await _is_up(output, "back")
     await _is_up(output, "front")
+    return supervisor, back
+
+
+async def test_children_stop_in_reverse_order(output: Output) -> None:
+    """The first child receives SIGTERM when the second one has ended."""
+    supervisor, _back = await _back_and_front(output)
     await supervisor.stop()
     assert [name for name, text in output.lines if text == "draining"] == ["front", "back"]
     assert output.notes == ["stopping front", "stopping back"]
 
 
 async def test_killed_child_is_restarted_and_others_keep_running(output: Output) -> None:
-    back, front = _child("back", STAYS), _child("front", STAYS)
-    supervisor = _supervisor(output, back, front)
-    supervisor.begin()
-    await _is_up(output, "back")
-    await _is_up(output, "front")
+    supervisor, back = await _back_and_front(output)
     assert back.process is not None
     back.process.kill()
     await _is_up(output, "back", times=2)
