@@ -59,7 +59,8 @@ def test_gateway_metrics_are_documented_with_their_labels() -> None:
     """Each metric gets a sample with the labels of the table; the sample shows their names."""
     documented = {name: _names(row[1]) for row in _rows("Metrics of the gateway") for name in _names(row[0])}
     telemetry = Telemetry()
-    telemetry.watch_shared_state()
+    _, on_error = telemetry.watch_shared_state()
+    on_error(*documented["gateway_shared_state_errors_total"])
     telemetry.requests(*documented["gateway_requests_total"])
     telemetry.attempts(*documented["gateway_attempts_total"])
     for metric in vars(telemetry).values():
