@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from headgate.shared.asgi import App, Receive, Response, Scope, Send, error_headers, request_id
+from headgate.shared.configfile import meant
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state_directory import INFERENCE_TOKEN, StateDir, load_environ
 from headgate.shared.traces import tracing
@@ -367,7 +368,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
     if first["type"] == "json_invalid":
         return _envelope(request, 400, error_body(Code.INVALID_JSON, "the body is not valid JSON"), {})
     param = ".".join(where) or None
-    message = f"{param or 'the body'}: {str(first['msg']).removeprefix('Value error, ')}"
+    message = f"{param or 'the body'}: {str(first['msg']).removeprefix('Value error, ')}{meant(first)}"
     return _envelope(request, 400, error_body(Code.INVALID_REQUEST, message, param=param), {})
 
 

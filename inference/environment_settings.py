@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from headgate.shared.configfile import Bytes, Duration
+from headgate.shared.configfile import Bytes, Duration, did_you_mean, meant
 from headgate.shared.errors import Problem
 from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 from headgate.shared.units import GIB, MIB, format_bytes, parse_bytes
@@ -60,6 +60,8 @@ KvType = Literal["f16", "q8_0", "q4_0"]
 Speculation = Literal["off", "ngram"]
 MOST_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
+MOST_CONTEXT = 2**27
+"""The largest context_length in tokens: a hundred times what models are trained for."""
 
 LEAST_KV_RAM_GB = 1 / 64
 """`placement.kv_budgets` divides host memory for stored sequences in steps of 16 MiB."""
@@ -81,9 +83,11 @@ def _experts(value: Any) -> Any:
     """A word or a number of layers; variables of the environment are text."""
     found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
     is_number = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MOST_LAYERS
-    if not is_number and found not in ("device", "host", "auto"):
+    words = ("device", "host", "auto")
+    if not is_number and found not in words:
         raise ValueError(
             f"write device, host, auto, or the number of layers (0 to {MOST_LAYERS}) whose experts are in host memory"
+            + did_you_mean(value, words)
         )
     return found
 
@@ -104,7 +108,12 @@ def _oom_policy(value: Any) -> Any:
         value = _OOM_WORDS.get(words[0], words) if len(words) == 1 else words
     steps = tuple(value) if isinstance(value, list | tuple) else (value,)
     if steps != tuple(step for step in OOM_STEPS if step in steps):
-        raise ValueError("write fail_fast, reduce, cpu, or a list of cleanup, reduce, cpu in this order")
+        known = (*_OOM_WORDS, *OOM_STEPS)
+        unknown = next((step for step in steps if step not in known), None)
+        raise ValueError(
+            "write fail_fast, reduce, cpu, or a list of cleanup, reduce, cpu in this order"
+            + did_you_mean(unknown, known)
+        )
     return steps
 
 
@@ -171,7 +180,7 @@ class InferenceSettings(BaseSettings):
         "layer", description="how a model on several accelerators is divided: by layer, row or tensor"
     )
     gpu_index: OptionalInt = Field(None, ge=0)
-    context_length: int = Field(4096, ge=16)
+    context_length: int = Field(4096, ge=16, le=MOST_CONTEXT)
     parallel: int = Field(4, ge=1, le=256)
     kv_cells: OptionalInt = Field(
         None, ge=16, description="KV cells that all requests of a model share; unset: context_length for each request"
@@ -192,7 +201,7 @@ class InferenceSettings(BaseSettings):
     min_residency_seconds: Duration = 5.0
     oom_policy: OomPolicy = Field((), description="steps when memory runs out: cleanup, reduce, cpu")
     fit: FitPolicy = Field("off", description="what is changed when a model does not fit as configured")
-    min_context: int = Field(2048, ge=16, description="the shortest context_length that fit may choose")
+    min_context: int = Field(2048, ge=16, le=MOST_CONTEXT, description="the shortest context that fit may choose")
 
     # memory
     memory_limit_gb: OptionalFloat = Field(None, gt=0)
@@ -369,7 +378,7 @@ def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: lis
         for item in error.errors(include_url=False):
             key = PREFIX + str(item["loc"][0]).upper() if item["loc"] else PREFIX + "PRESSURE_*"
             message = str(item["msg"]).removeprefix("Value error, ")
-            wrong = "" if item["type"] == "value_error" else f" (it is {item.get('input')!r})"
+            wrong = "" if item["type"] == "value_error" else f" (it is {item.get('input')!r}){meant(item)}"
             problems.append(Problem(message + wrong, key=key))
         return InferenceSettings.model_validate({})
 

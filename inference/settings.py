@@ -22,6 +22,7 @@ from headgate.shared.errors import ConfigError, Problem
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
 from inference.environment_settings import (
+    MOST_CONTEXT,
     MOST_LAYERS,
     Experts,
     FitPolicy,
@@ -67,7 +68,7 @@ class ModelEntry(BaseModel):
 
     path: str = Field(min_length=1)
     aliases: tuple[str, ...] = ()
-    context_length: int | None = Field(None, ge=16)
+    context_length: int | None = Field(None, ge=16, le=MOST_CONTEXT)
     gpu_layers: int | None = Field(None, ge=-1)
     experts: Experts | None = None
     split_mode: SplitMode | None = None
@@ -92,7 +93,7 @@ class ModelEntry(BaseModel):
     warm: bool = True
     oom_policy: OomPolicy | None = None
     fit: FitPolicy | None = None
-    min_context: int | None = Field(None, ge=16)
+    min_context: int | None = Field(None, ge=16, le=MOST_CONTEXT)
     memory_overhead: Bytes | None = None
     capabilities: tuple[str, ...] | None = None
     replicas: Replicas = (1, 1)
@@ -323,29 +324,33 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
             yield Problem(fault, key=f"{at}.lora")
     if entry.mmproj is not None and (fault := _fault(_under(entry.mmproj, settings.models_dir))) is not None:
         yield Problem(fault, key=f"{at}.mmproj")
-    batch, ubatch = entry.batch or settings.batch, entry.ubatch or settings.ubatch
-    if ubatch > batch:
-        yield Problem(f"ubatch {ubatch} is larger than batch {batch}; make it {batch} or less", key=f"{at}.ubatch")
-    kv_type = entry.kv_type or settings.kv_type
-    flash = settings.flash_attention if entry.flash_attention is None else entry.flash_attention
-    if kv_type != "f16" and not flash:
-        yield Problem(f"kv_type {kv_type} needs flash_attention: true", key=f"{at}.kv_type")
-    if (entry.split_mode or settings.split_mode) == "tensor" and not flash:
-        message = "split_mode tensor needs flash_attention: true; or set split_mode: layer"
-        yield Problem(message, key=f"{at}.split_mode")
-    context, parallel = entry.context_length or settings.context_length, entry.parallel or settings.parallel
     if entry.replicas[1] > 1 and entry.gpu_index is not None:
         message = "replicas of one model run on different devices; remove gpu_index, or make replicas 1"
         yield Problem(message, key=f"{at}.gpu_index")
-    if entry.min_context is not None and entry.min_context > context:
-        message = f"min_context {entry.min_context} is more than context_length {context}; make it {context} or less"
-        yield Problem(message, key=f"{at}.min_context")
-    kv_cells = _kv_cells(entry, settings)
-    if problem := pool_problem(kv_cells, context, parallel):
-        yield Problem(problem, key=f"{at}.kv_cells")
-    if kv_cells is not None and (settings.swa_full if entry.swa_full is None else entry.swa_full):
+    values = {**_with_defaults(entry, settings), "min_context": entry.min_context}
+    for key, message in contradictions(values):
+        yield Problem(message, key=f"{at}.{key}")
+
+
+def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings of a model that contradict others, each with a message.
+
+    `min_context` is None if it is the default, which may be more than the context.
+    """
+    batch, ubatch, context, least = (values[name] for name in ("batch", "ubatch", "context_length", "min_context"))
+    if ubatch > batch:
+        yield "ubatch", f"ubatch {ubatch} is larger than batch {batch}; make it {batch} or less"
+    if values["kv_type"] != "f16" and not values["flash_attention"]:
+        yield "kv_type", f"kv_type {values['kv_type']} needs flash_attention: true"
+    if values["split_mode"] == "tensor" and not values["flash_attention"]:
+        yield "split_mode", "split_mode tensor needs flash_attention: true; or set split_mode: layer"
+    if least is not None and least > context:
+        yield "min_context", f"min_context {least} is more than context_length {context}; make it {context} or less"
+    if problem := pool_problem(values["kv_cells"], context, values["parallel"]):
+        yield "kv_cells", problem
+    if values["kv_cells"] is not None and values["swa_full"]:
         message = "kv_cells needs swa_full: false, because sliding-window layers of a pool keep only their window"
-        yield Problem(message, key=f"{at}.kv_cells")
+        yield "kv_cells", message
 
 
 def _kv_cells(entry: ModelEntry, settings: InferenceSettings) -> int | None:
@@ -422,19 +427,23 @@ _DEFAULTS = {"idle_timeout": "model_idle_timeout_seconds", "min_residency": "min
 """Settings of models whose default has another name in InferenceSettings."""
 
 
-def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpec:
-    """`entry` with the defaults of the service where it has no value."""
+def _with_defaults(entry: ModelEntry, settings: InferenceSettings) -> dict[str, Any]:
+    """The values of `entry`, with the defaults of the service where it has none."""
     values: dict[str, Any] = {field: getattr(entry, field) for field in ModelEntry.model_fields}
     for field, value in values.items():
         if value is None:
             values[field] = getattr(settings, _DEFAULTS.get(field, field), None)
+    return values | {"kv_cells": _kv_cells(entry, settings)}
+
+
+def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpec:
+    values = _with_defaults(entry, settings)
     file, _ = resolve_path(entry.path, settings.models_dir)
     draft, _ = (None, None) if entry.draft is None else resolve_path(entry.draft, settings.models_dir)
     assert file is not None
     mmproj = file.mmproj if entry.mmproj is None else _under(entry.mmproj, settings.models_dir)
     values |= {
         "path": file.path,
-        "kv_cells": _kv_cells(entry, settings),
         "lora": tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
         "mmproj": None if mmproj is None else str(mmproj),
         "draft": None if draft is None else str(draft.path),

@@ -33,6 +33,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 SPLIT_MODES = ("layer", "row", "tensor")
+FITS = ("off", "context", "experts", "layers", "auto")
 
 _STYLES = {
     ModelState.READY: "green",
@@ -62,8 +63,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", metavar="WHERE", help="device, host, auto, or N: those of N layers in host memory")
     parser.add_argument("--split-mode", choices=SPLIT_MODES, help="how several devices share it")
     parser.add_argument(
-        "--fit", metavar="WHAT", help="what may change if it does not fit: context, experts, layers, auto"
-    )
+        "--fit", metavar="WHAT", choices=FITS,
+        help="what may change if it does not fit: context, experts, layers, auto; off: nothing",
+    )  # fmt: skip
     parser.add_argument(
         "--min-context", metavar="TOKENS", type=at_least_one, help="the shortest context that fit may choose"
     )

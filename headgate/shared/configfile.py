@@ -13,7 +13,7 @@ import re
 import stat
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -267,8 +267,21 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
         if isinstance(value, str) and (name := unset_name(value)) is not None:
             message += f" (the variable {name} is not set)"
         elif item["type"] != "value_error" and not _may_be_secret(value, loc):
-            message += f" (it is {value!r})"
+            message += f" (it is {value!r}){meant(item)}"
     return Problem(message, key=".".join(map(str, written)), file=path, line=line)
+
+
+def did_you_mean(value: object, choices: Iterable[str]) -> str:
+    """The choice that resembles `value`, as the end of a message; empty if there is none."""
+    near = difflib.get_close_matches(value[:64].lower(), choices, n=1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def meant(item: Any) -> str:
+    """The same for an error of pydantic about a value that is none of its choices."""
+    if item["type"] not in ("literal_error", "enum"):
+        return ""
+    return did_you_mean(item.get("input"), re.findall(r"'([^']*)'", str(item["ctx"]["expected"])))
 
 
 def as_written(message: str, value: Any) -> str:

@@ -22,7 +22,7 @@ from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
-from inference.environment_settings import Experts, FitPolicy, SplitMode
+from inference.environment_settings import MOST_CONTEXT, Experts, FitPolicy, SplitMode
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -50,7 +50,7 @@ class PlanRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1)
-    context_length: int | None = Field(None, ge=16, le=2**27)
+    context_length: int | None = Field(None, ge=16, le=MOST_CONTEXT)
     parallel: int | None = Field(None, ge=1, le=256)
     kv_cells: int | None = Field(None, ge=16, le=2**31 - 1)
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
@@ -59,7 +59,7 @@ class PlanRequest(BaseModel):
     split_mode: SplitMode | None = None
     ubatch: int | None = Field(None, ge=1, le=2**20)
     fit: FitPolicy | None = None
-    min_context: int | None = Field(None, ge=16, le=2**27)
+    min_context: int | None = Field(None, ge=16, le=MOST_CONTEXT)
 
 
 class PreloadRequest(BaseModel):

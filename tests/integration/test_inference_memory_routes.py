@@ -268,3 +268,12 @@ async def test_invalid_input_gets_the_error_envelope(start: Start) -> None:
         assert set(answer.body["error"]) >= {"message", "type", "param", "code"}
     answer = await ask(service.app, "POST", "/memory/plan", raw=b"{")
     assert (answer.status, answer.body["error"]["code"]) == (400, "invalid_json")
+    for fields, words in (
+        (
+            {"fit": "contxt"},
+            "fit: Input should be 'off', 'context', 'experts', 'layers' or 'auto'; did you mean 'context'?",
+        ),
+        ({"ubatch": 4096}, "ubatch 4096 is larger than batch 2048; make it 2048 or less"),
+    ):
+        answer = await ask(service.app, "POST", "/memory/plan", {"model": "a", **fields})
+        assert (answer.status, answer.body["error"]["message"], answer.body["error"]["param"]) == (400, words, *fields)

@@ -87,11 +87,27 @@ def test_reduce_makes_a_pool_smaller_before_the_context(pool: int, reduced: tupl
     assert (effective.kv_cells, effective.context_length) == reduced
 
 
-def test_dry_run_of_a_pool_that_contradicts_other_settings_is_refused() -> None:
-    world = begin(context_length=512, parallel=4, kv_cells=1024)
-    error = world.errors[world.command(events.Plan("a", {"context_length": 2048}))]
-    assert (type(error), error.param) == (InvalidRequestError, "kv_cells")
-    assert "kv_cells 1024 is less than context_length 2048" in error.message
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({"context_length": 2048}, "kv_cells", "kv_cells 1024 is less than context_length 2048"),
+        ({"ubatch": 4096}, "ubatch", "ubatch 4096 is larger than batch 2048"),
+        ({"kv_type": "q8_0"}, "kv_type", "kv_type q8_0 needs flash_attention: true"),
+        ({"split_mode": "tensor"}, "split_mode", "or set split_mode: layer"),
+        ({"fit": "context", "min_context": 513}, "min_context", "make it 512 or less"),
+    ],
+)
+def test_dry_run_with_settings_that_contradict_others_is_refused(
+    changes: dict[str, Any], name: str, words: str
+) -> None:
+    """As in the configuration. The default of `min_context` may be more than the context."""
+    world = begin(context_length=512, parallel=4, kv_cells=1024, flash_attention=False)
+    error = world.errors[world.command(events.Plan("a", changes))]
+    assert (type(error), error.param) == (InvalidRequestError, name)
+    assert words in error.message
+    allowed = world.command(events.Plan("a", {"fit": "context", "ubatch": 256}))
+    world.arrive()
+    assert allowed in world.answers
 
 
 def test_reduce_fails_after_all_smaller_settings_were_tried() -> None:

@@ -635,6 +635,8 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
         }  # fmt: skip
     assert main(["plan", "demo", "--gpu-layers", "-2"]) == 2
     assert "-2 is too small" in capsys.readouterr().err
+    assert main(["plan", "demo", "--fit", "contxt"]) == 2
+    assert "invalid choice: 'contxt'" in capsys.readouterr().err
 
 
 def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:

@@ -77,8 +77,10 @@ def test_experts_are_compared_by_what_they_free_on_the_device() -> None:
     rows = list(gpu_services.experts_rows("host", plan, speed, 940.0, used))
     assert (rows[0].value, rows[0].reached) == ("890.0 MiB", True)
     assert (rows[2].value, rows[2].expected) == ("39.5 [39.0 .. 40.0]", "41.3")
+    assert (rows[1].value, rows[1].expected, rows[1].reached) == ("940.0 MiB", "at most 950.0 MiB and 64.0 MiB", True)
     used["host"] = 530 * MIB, 100 * MIB
-    assert not next(gpu_services.experts_rows("host", plan, speed, 940.0, used)).reached
+    rows = list(gpu_services.experts_rows("host", plan, speed, 1015.0, used))
+    assert [row.reached for row in rows] == [False, False, True]
 
 
 def test_warm_models_are_compared_with_cold_ones() -> None:
@@ -97,7 +99,7 @@ def test_stored_sequences_are_compared_with_their_prefill_and_with_copies() -> N
         missed={"ram": 0, "disk": 1},
         texts={"ram": 0, "disk": 0},
         numbers={"ram": 1, "disk": 0},
-        rates={"ram": [8e9], "memory": [1e10], "disk": [3e9]},
+        rates={"ram": [8e9], "memory": [1e10], "disk": [3e9], "file": [5e9]},
     )  # fmt: skip
     rows = {row.figure: row for row in gpu_services.kv_rows(paths)}
     assert rows["first token, ram, s"].value == "1.000, 0.100 of the prefill"
@@ -107,4 +109,6 @@ def test_stored_sequences_are_compared_with_their_prefill_and_with_copies() -> N
     )
     assert not rows["answers, log probabilities that differ"].reached
     assert rows["restore from ram, GB/s"].expected == "10.00 by a copy in memory"
-    assert "restore from disk, GB/s" not in rows
+    assert not rows["restore from disk, GB/s"].reached
+    del paths.rates["file"]
+    assert "restore from disk, GB/s" not in {row.figure for row in gpu_services.kv_rows(paths)}

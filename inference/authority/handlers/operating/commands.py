@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from inference.authority.draft import Draft
@@ -57,7 +57,7 @@ from inference.errors import (
 from inference.estimate.model_estimate import Estimate
 from inference.file_stamp import changed
 from inference.protocol import ModelState
-from inference.settings import ModelSpec, pool_problem
+from inference.settings import ModelSpec, contradictions
 
 LEAVE_SECONDS = 30.0
 """Time for the memory of a leaving model to become free, in addition to the time for its running requests."""
@@ -182,8 +182,10 @@ def _recover(draft: Draft, id: int, request: Recover) -> None:
 
 def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
     spec = replace(model.spec, **request.changes)
-    if problem := pool_problem(spec.kv_cells, spec.context_length, spec.parallel):
-        draft.refuse(id, InvalidRequestError(problem, param="kv_cells"))
+    values = {**asdict(spec), "min_context": request.changes.get("min_context")}
+    if contradiction := next(contradictions(values), None):
+        name, problem = contradiction
+        draft.refuse(id, InvalidRequestError(problem, param=name))
         return
     anew = bool(request.changes) and spec != model.effective
     draft.set_command(id, PlanCommand(model.id, spec if anew else None))
