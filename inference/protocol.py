@@ -177,7 +177,7 @@ def error_body(
 def prefix_hashes(value: str) -> tuple[str, ...]:
     """The hashes in a value of H_PREFIX. Raises ValueError."""
     if _PREFIX.fullmatch(value) is None:
-        raise ValueError(f"must be 1 to {MOST_PREFIX_HASHES} hashes of 16 hexadecimal digits, divided by commas")
+        raise ValueError(f"must be 1 to {MOST_PREFIX_HASHES} hashes of 16 hexadecimal digits, separated by commas")
     return tuple(value.split(","))
 
 

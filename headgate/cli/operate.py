@@ -154,7 +154,7 @@ def quarantine(session: Session) -> int:
     answers = services.get("/quarantine")
     if answers.prints_json(session):
         return Exit.OK
-    headers = ["KEY", "MODEL", "STANDING", "CRASHES", "SINCE", "ENDS IN", "MESSAGE"]
+    headers = ["KEY", "MODEL", "SUSPICION", "CRASHES", "SINCE", "ENDS IN", "MESSAGE"]
     rows = [(node, _quarantine_row(entry)) for node, answer in answers for entry in answer["requests"]]
     none = "no request is suspected of ending a worker"
     answers.table(session.terminal, headers, rows, ["CRASHES", "SINCE", "ENDS IN"], none)
@@ -165,7 +165,7 @@ def _quarantine_row(entry: dict[str, Any]) -> list[str]:
     return [
         str(entry["key"]),
         str(entry["model"]),
-        str(entry["standing"]),
+        str(entry["suspicion"]),
         str(entry["crashes"]),
         format_duration(float(entry["age_seconds"])),
         format_duration(float(entry["seconds_left"])),

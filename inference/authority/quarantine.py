@@ -28,12 +28,12 @@ MOST_IN_A_ROW = 3
 class Suspicion(StrEnum):
     """How strongly a request is suspected of ending its worker. `GET /quarantine` shows these values."""
 
-    NONE = "innocent"
+    NONE = "none"
     SUSPECT = "suspect"
     """was in flight when the worker ended; runs alone"""
-    STRONG = "accused"
+    STRONG = "strong"
     """ran alone once when the worker ended without a message; runs alone again"""
-    CONFIRMED = "convicted"
+    CONFIRMED = "confirmed"
     """is rejected"""
 
 

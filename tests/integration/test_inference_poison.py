@@ -44,7 +44,7 @@ async def test_only_the_poison_request_is_refused_and_concurrent_ones_are_answer
     assert refused.headers["x-should-retry"] == "false"
     assert "GGML_ASSERT(n > 0)" in refused.body["error"]["message"]
     (case,) = await _held(service)
-    assert (case["standing"], case["model"], case["crashes"]) == ("convicted", "a", 2)
+    assert (case["suspicion"], case["model"], case["crashes"]) == ("confirmed", "a", 2)
     assert refused.body["error"]["headgate"]["key"] == case["key"]
 
     crashes = (await ask(service.app, "GET", "/models/a/crashes")).body["crashes"]
@@ -77,7 +77,7 @@ async def test_request_with_a_partial_answer_fails_and_its_retry_runs_alone(star
     assert b'"code":"model_failed"' in broken.body
     assert b"[DONE]" not in broken.body
     (case,) = await _held(service)
-    assert case["standing"] == "suspect"
+    assert case["suspicion"] == "suspect"
     runs: list[tuple[int | None, int]] = []
     again = _chat(service, "BAD", stream=True)
     await service.authority.reached(lambda: model.running is not None and model.running.alone is not None)
@@ -86,7 +86,7 @@ async def test_request_with_a_partial_answer_fails_and_its_retry_runs_alone(star
     runs.append((model.running.alone if model.running else None, model.in_flight))
     assert runs[0][1] == 1
     assert b'"code":"model_failed"' in (await again).body, "it had a part of the answer again"
-    assert (await _held(service))[0]["standing"] == "convicted"
+    assert (await _held(service))[0]["suspicion"] == "confirmed"
     assert b"[DONE]" in (await beside).body
     assert (await _chat(service, "BAD")).status == 422
 

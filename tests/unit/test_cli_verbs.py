@@ -195,7 +195,7 @@ def test_show_prints_a_model_with_a_slash_in_its_id_and_its_crashes(serve: Any, 
 
 def test_quarantined_requests_are_listed_and_cleared(serve: Any, capsys: Any) -> None:
     entry = {
-        "key": "00ff", "model": "demo", "standing": "convicted", "crashes": 2, "cause": "assert",
+        "key": "00ff", "model": "demo", "suspicion": "confirmed", "crashes": 2, "cause": "assert",
         "message": "it aborted", "age_seconds": 60.0, "seconds_left": 3540.0,
     }  # fmt: skip
     service = serve(
@@ -206,7 +206,7 @@ def test_quarantined_requests_are_listed_and_cleared(serve: Any, capsys: Any) ->
         }
     )
     assert main(["quarantine"]) == 0
-    assert re.search(r"^00ff +demo +convicted +2 +60s +59m +it aborted$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^00ff +demo +confirmed +2 +60s +59m +it aborted$", capsys.readouterr().out, re.MULTILINE)
     assert main(["quarantine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"requests": [entry]}
     assert main(["quarantine", "clear", "00ff"]) == 0

@@ -163,7 +163,7 @@ def idle_models_leave(draft: Draft) -> None:
 
 
 def reload_lost(draft: Draft) -> None:
-    """Loads models in use that lost their device again, after all other requests."""
+    """Loads models again that were in use when their device was lost, after all other requests."""
     names = draft.state.reloads
     draft.set(reloads=())
     for name in dict.fromkeys(names):
@@ -199,9 +199,9 @@ def crash_reported(draft: Draft, event: CrashReported) -> None:
     quarantine = model.quarantine.crashed(event.key, event.crash, draft.now)
     draft.set_model(model.id, quarantine=quarantine)
     draft.warning(
-        "request %s to %s is %s: %s%s",
-        event.key, model.id, quarantine.suspicion(event.key, draft.now), event.crash.message,
-        " (alone)" if event.crash.alone else "",
+        "a worker of %s ended with request %s%s: %s; suspicion of the request: %s",
+        model.id, event.key, ", which ran alone" if event.crash.alone else "", event.crash.message,
+        quarantine.suspicion(event.key, draft.now),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def cases(state: State, now: float) -> list[dict[str, Any]]:
         {
             "key": key,
             "model": model.id,
-            "standing": str(case.suspicion),
+            "suspicion": str(case.suspicion),
             "crashes": case.crashes,
             "cause": str(case.cause),
             "message": case.message,
