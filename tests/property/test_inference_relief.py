@@ -13,10 +13,10 @@ from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settl
 from inference.authority.pressure.relief import (
     Leave,
     Limit,
+    ModelUse,
     PressureInput,
     Restriction,
     Rules,
-    Tenant,
     Watch,
     Watches,
     refusal,
@@ -31,8 +31,8 @@ TOTAL = 1000
 
 @st.composite
 def scenes(draw: st.DrawFn) -> PressureInput:
-    tenants = tuple(
-        Tenant(
+    models = tuple(
+        ModelUse(
             f"m{number}",
             draw(st.sampled_from(list(EvictionState))),
             draw(st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 300), min_size=1)),
@@ -43,10 +43,10 @@ def scenes(draw: st.DrawFn) -> PressureInput:
         for number in range(draw(st.integers(0, 5)))
     )
     uses = tuple(
-        Use(device, TOTAL, sum(tenant.bytes.get(device, 0) for tenant in tenants), draw(st.integers(0, TOTAL)))
+        Use(device, TOTAL, sum(item.bytes.get(device, 0) for item in models), draw(st.integers(0, TOTAL)))
         for device in DEVICES[: draw(st.integers(0, 3))]
     )
-    return PressureInput(uses, tenants, draw(st.sets(st.sampled_from(DEVICES))))
+    return PressureInput(uses, models, draw(st.sets(st.sampled_from(DEVICES))))
 
 
 rules = st.builds(Rules, idle_seconds=st.floats(0, 300), eager=st.booleans(), enabled=st.booleans())
@@ -64,26 +64,24 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
         state, actions = step(before, scene, rules, regular=regular)
         again = step(before, scene, rules, regular=regular)
         assert (state, actions) == again, "the decision is deterministic"
-        tenants = {tenant.model: tenant for tenant in scene.tenants}
+        models = {item.model: item for item in scene.models}
         assert all(action.reason for action in actions)
         gone = [action for action in actions if isinstance(action, Leave)]
         assert len({action.model for action in gone}) == len(gone)
         for leave in gone:
-            tenant = tenants[leave.model]
-            assert tenant.eviction_state in EVICTABLE
-            worst = max(
-                state[device].gauge.level for device, count in tenant.bytes.items() if count and device in state
-            )
+            item = models[leave.model]
+            assert item.eviction_state in EVICTABLE
+            worst = max(state[device].gauge.level for device, count in item.bytes.items() if count and device in state)
             assert worst > Level.LOW
-            assert not (leave.offload and (tenant.warm or worst >= Level.CRITICAL))
+            assert not (leave.offload and (item.warm or worst >= Level.CRITICAL))
         limited = {action.model for action in actions} - {action.model for action in gone}
-        assert all(not tenants[name].warm for name in limited)
+        assert all(not models[name].warm for name in limited)
         assert {leave.model for leave in gone}.isdisjoint(limited)
         for limit in (action for action in actions if isinstance(action, Limit)):
-            assert 1 <= limit.sequences <= tenants[limit.model].parallel
+            assert 1 <= limit.sequences <= models[limit.model].parallel
         if not rules.enabled:
             assert all(
-                isinstance(action, Limit) and action.sequences == tenants[action.model].parallel for action in actions
+                isinstance(action, Limit) and action.sequences == models[action.model].parallel for action in actions
             )
             assert all(watch.restriction is Restriction.NONE for watch in state.values())
 
@@ -112,7 +110,7 @@ def test_restrictions_change_one_at_a_time_and_only_by_the_level(
 @given(st.integers(0, 250), st.lists(st.integers(0, 5), max_size=20))
 def test_full_budget_is_kept_when_other_use_varies_slightly(foreign: int, noise: list[int]) -> None:
     """Nothing happens for hours to one idle model that uses all memory that others leave."""
-    model = Tenant("a", EvictionState.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
+    model = ModelUse("a", EvictionState.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
     state, _ = step({}, PressureInput((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
     state, actions = step(state, PressureInput((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
     for more in noise:

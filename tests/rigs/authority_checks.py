@@ -452,7 +452,7 @@ class CheckedWorld(World):
     def _check_payer(self, reason: str) -> None:
         """Other tenants never pay for the growth of a model: idle models leave for others' needs or other programs."""
         device = reason.partition(" ")[0]
-        if device == CPU or "memory is wanted" in reason or self.state.settings.pressure_eager:
+        if device == CPU or "a model waits for memory" in reason or self.state.settings.pressure_eager:
             return
         lingers = any(device in left for _, left in self.lingering.values())
         ends = any(process.is_stopped and device in process.bytes for process in self.alive.values())

@@ -32,11 +32,11 @@ from inference.authority.pressure.relief import (
     Forget,
     Leave,
     Limit,
+    ModelUse,
     PressureInput,
     Relief,
     Restriction,
     Rules,
-    Tenant,
     Watches,
     refusal,
     step,
@@ -171,13 +171,13 @@ GPU = "gpu-0"
 RULES = Rules()
 
 
-def idle(model: str, seconds: float, count: int = 100) -> Tenant:
-    return Tenant(model, EvictionState.IDLE, {GPU: count}, seconds)
+def idle(model: str, seconds: float, count: int = 100) -> ModelUse:
+    return ModelUse(model, EvictionState.IDLE, {GPU: count}, seconds)
 
 
-def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> PressureInput:
-    ours = sum(tenant.bytes.get(GPU, 0) for tenant in tenants)
-    return PressureInput((Use(GPU, total, ours, foreign),), tenants, (GPU,) if wanted else ())
+def scene(*models: ModelUse, foreign: int = 0, wanted: bool = False, total: int = 1000) -> PressureInput:
+    ours = sum(item.bytes.get(GPU, 0) for item in models)
+    return PressureInput((Use(GPU, total, ours, foreign),), models, (GPU,) if wanted else ())
 
 
 def after(*scenes: PressureInput, rules: Rules = RULES) -> tuple[Watches, tuple[Relief, ...]]:
@@ -203,59 +203,59 @@ def leaving(actions: tuple[Relief, ...]) -> dict[str, bool]:
     ],
 )
 def test_idle_time_before_leaving_depends_on_the_level(foreign: int, expected: dict[str, bool]) -> None:
-    tenants = (idle("old", 121, 40), idle("mid", 31, 130), idle("new", 1, 100))
-    _, actions = after(scene(*tenants), scene(*tenants, foreign=foreign))
+    models = (idle("old", 121, 40), idle("mid", 31, 130), idle("new", 1, 100))
+    _, actions = after(scene(*models), scene(*models, foreign=foreign))
     assert leaving(actions) == expected
 
 
 def test_below_critical_models_are_evicted_only_if_memory_is_needed() -> None:
-    tenants = (idle("old", 500, 400), idle("mid", 400, 400))
-    assert after(scene(*tenants), scene(*tenants))[1] == ()
-    assert leaving(after(scene(*tenants), scene(*tenants), rules=Rules(eager=True))[1]) == {"old": True}
-    assert leaving(after(scene(*tenants), scene(*tenants, wanted=True))[1]) == {"old": True}
+    models = (idle("old", 500, 400), idle("mid", 400, 400))
+    assert after(scene(*models), scene(*models))[1] == ()
+    assert leaving(after(scene(*models), scene(*models), rules=Rules(eager=True))[1]) == {"old": True}
+    assert leaving(after(scene(*models), scene(*models, wanted=True))[1]) == {"old": True}
 
 
 def test_busy_model_is_evicted_when_idle_if_foreign_use_grew_since_its_load() -> None:
-    then, now = Tenant("a", EvictionState.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
+    then, now = ModelUse("a", EvictionState.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
     assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
     assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "the use was the same at the load"
 
 
 def test_only_as_many_models_are_evicted_as_needed() -> None:
-    tenants = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
-    assert leaving(after(scene(*tenants, wanted=True))[1]) == {"a": True}
-    assert leaving(after(scene(*tenants, wanted=True, foreign=95))[1]) == {"a": True}
+    models = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
+    assert leaving(after(scene(*models, wanted=True))[1]) == {"a": True}
+    assert leaving(after(scene(*models, wanted=True, foreign=95))[1]) == {"a": True}
 
 
 def test_warm_models_are_unloaded_first() -> None:
-    tenants = (idle("loaded", 500, 400), Tenant("warm", EvictionState.WARM, {GPU: 400}, 130))
-    assert leaving(after(scene(*tenants, wanted=True))[1]) == {"warm": False}
+    models = (idle("loaded", 500, 400), ModelUse("warm", EvictionState.WARM, {GPU: 400}, 130))
+    assert leaving(after(scene(*models, wanted=True))[1]) == {"warm": False}
 
 
 @pytest.mark.parametrize("eviction_state", [item for item in EvictionState if item not in EVICTABLE])
 def test_models_that_are_not_idle_stay_at_each_level(eviction_state: EvictionState) -> None:
-    tenant = Tenant("a", eviction_state, {GPU: 500}, 1000.0)
-    assert leaving(after(scene(), scene(tenant, foreign=499))[1]) == {}
+    item = ModelUse("a", eviction_state, {GPU: 500}, 1000.0)
+    assert leaving(after(scene(), scene(item, foreign=499))[1]) == {}
 
 
 def test_model_on_two_devices_is_unloaded_once_if_one_is_critical() -> None:
-    tenant = Tenant("a", EvictionState.IDLE, {GPU: 100, "cpu": 100}, 500.0)
+    item = ModelUse("a", EvictionState.IDLE, {GPU: 100, "cpu": 100}, 500.0)
     for order in ((GPU, "cpu"), ("cpu", GPU)):
         full = {GPU: 850, "cpu": 550}
         uses = tuple(Use(device, 1000, 100, full[device]) for device in order)
-        before = PressureInput(tuple(Use(device, 1000, 100, 0) for device in order), (tenant,))
-        _, actions = after(before, PressureInput(uses, (tenant,)))
+        before = PressureInput(tuple(Use(device, 1000, 100, 0) for device in order), (item,))
+        _, actions = after(before, PressureInput(uses, (item,)))
         assert leaving(actions) == {"a": False}
 
 
 def test_idle_model_on_another_device_stays() -> None:
-    tenant = Tenant("a", EvictionState.IDLE, {"gpu-1": 100}, 500.0)
-    scenes = PressureInput((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (tenant,))
+    item = ModelUse("a", EvictionState.IDLE, {"gpu-1": 100}, 500.0)
+    scenes = PressureInput((Use(GPU, 1000, 0, 950), Use("gpu-1", 1000, 100, 0)), (item,))
     assert after(scenes)[1] == ()
 
 
-def busy(model: str = "a", parallel: int = 16, limit: int | None = None) -> Tenant:
-    return Tenant(model, EvictionState.BUSY, {GPU: 500}, 0.0, parallel, limit)
+def busy(model: str = "a", parallel: int = 16, limit: int | None = None) -> ModelUse:
+    return ModelUse(model, EvictionState.BUSY, {GPU: 500}, 0.0, parallel, limit)
 
 
 def test_restrictions_change_by_one_per_check() -> None:
@@ -286,7 +286,7 @@ def test_restrictions_change_by_one_per_check() -> None:
 
 
 def test_restrictions_end_when_only_admitted_use_remains() -> None:
-    model = Tenant("a", EvictionState.FIXED, {GPU: 850}, 0.0, 4)
+    model = ModelUse("a", EvictionState.FIXED, {GPU: 850}, 0.0, 4)
     state, _ = step({}, scene(model, foreign=40), RULES)
     for _ in range(3):
         state, _ = step(state, scene(model, foreign=140), RULES)
@@ -318,14 +318,14 @@ def test_restrictions_reject_models_with_extras_and_then_all_models() -> None:
 
 
 def test_only_running_models_of_the_device_get_limits() -> None:
-    tenants = (
-        Tenant("loading", EvictionState.LOADING, {GPU: 100}, 0.0, 8),
-        Tenant("leaving", EvictionState.LEAVING, {GPU: 100}, 0.0, 8),
-        Tenant("warm", EvictionState.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
-        Tenant("elsewhere", EvictionState.BUSY, {"gpu-1": 100}, 0.0, 8),
-        Tenant("here", EvictionState.BUSY, {GPU: 100}, 0.0, 8),
+    models = (
+        ModelUse("loading", EvictionState.LOADING, {GPU: 100}, 0.0, 8),
+        ModelUse("leaving", EvictionState.LEAVING, {GPU: 100}, 0.0, 8),
+        ModelUse("warm", EvictionState.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
+        ModelUse("elsewhere", EvictionState.BUSY, {"gpu-1": 100}, 0.0, 8),
+        ModelUse("here", EvictionState.BUSY, {GPU: 100}, 0.0, 8),
     )
-    _, actions = after(scene(*tenants), *[scene(*tenants, foreign=690)] * 3)
+    _, actions = after(scene(*models), *[scene(*models, foreign=690)] * 3)
     assert {action.model for action in actions} == {"here"}
 
 
@@ -336,10 +336,10 @@ def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
 
 def test_disabled_governor_computes_levels_without_acting() -> None:
     off = Rules(enabled=False)
-    tenants = (idle("a", 500, 100), busy("b", 4))
-    state, actions = after(*[scene(*tenants, foreign=399)] * 4, rules=off)
+    models = (idle("a", 500, 100), busy("b", 4))
+    state, actions = after(*[scene(*models, foreign=399)] * 4, rules=off)
     assert (state[GPU].gauge.level, state[GPU].restriction, actions) == (Level.HIGH, Restriction.NONE, ())
-    state, _ = after(scene(), *[scene(*tenants, foreign=395)] * 4)
+    state, _ = after(scene(), *[scene(*models, foreign=395)] * 4)
     state, actions = step(state, scene(idle("a", 500, 100), busy("b", 4, 2), foreign=395), off)
     assert actions == (Limit("b", 4, f"{GPU}: no restrictions"),)
 

@@ -1,8 +1,8 @@
 """Pressure levels of a device, with hysteresis.
 
-The level follows from the use of the whole device, Headgate's and foreign, as a share of its total. Use that the
-authority planned raises the level to HIGH at most until foreign use grows; otherwise a model that fills its budget
-would be evicted right after its load.
+The level follows from the use of the whole device, Headgate's and foreign, as a share of its total. As long as foreign
+use does not grow, memory that the authority reserved raises the level at most to HIGH; otherwise a model that fills its
+budget would be evicted right after its load.
 """
 
 from __future__ import annotations

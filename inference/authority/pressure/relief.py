@@ -1,7 +1,7 @@
-"""Relief of full devices: which models leave, and which are slowed down.
+"""Relief of full devices: which models are evicted, and which are slowed down.
 
-Only idle and warm models leave. Below CRITICAL this happens only if memory is wanted: a model waits for room, or
-foreign use grew since the last reservation. At EMERGENCY each regular check adds the next `Restriction`; when
+Only idle and warm models are evicted. Below CRITICAL this happens only if a model waits for memory or foreign use grew
+since the last reservation. At EMERGENCY each regular check adds the next `Restriction`; when
 the use is below HIGH or as planned, each regular check removes one.
 """
 
@@ -47,7 +47,7 @@ RESTRICTION_TEXTS: Mapping[Restriction, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings. `idle_seconds`: idle time at MODERATE. `eager`: act also if no memory is wanted."""
+    """The settings. `idle_seconds`: idle time at MODERATE. `eager`: act also if no model waits for memory."""
 
     bounds: Bounds = field(default_factory=Bounds)
     idle_seconds: float = 120.0
@@ -56,7 +56,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class ModelUse:
     """A model that holds memory (`bytes` per account). `limit`: the limit of sequences that its worker has, None for
     all `parallel` ones.
     """
@@ -79,7 +79,7 @@ class PressureInput:
     """The input of a check. `wanted`: devices whose memory a request waits for."""
 
     uses: Sequence[Use]
-    tenants: Sequence[Tenant] = ()
+    models: Sequence[ModelUse] = ()
     wanted: Collection[str] = ()
 
 
@@ -143,10 +143,10 @@ def step(
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
         if regular and gauge.level is Level.EMERGENCY and watch.restriction >= Restriction.FORGET:
-            held = [tenant for tenant in _answering(seen.tenants) if tenant.bytes.get(use.device)]
-            forgets |= {tenant.model: Forget(tenant.model, _full(use, gauge.level)) for tenant in held}
-    staying = [tenant for tenant in _answering(seen.tenants) if tenant.model not in leaves]
-    forgetting = [forgets[tenant.model] for tenant in staying if tenant.model in forgets]
+            held = [item for item in _answering(seen.models) if item.bytes.get(use.device)]
+            forgets |= {item.model: Forget(item.model, _full(use, gauge.level)) for item in held}
+    staying = [item for item in _answering(seen.models) if item.model not in leaves]
+    forgetting = [forgets[item.model] for item in staying if item.model in forgets]
     return after, (*leaves.values(), *_limits(after, staying), *forgetting)
 
 
@@ -180,37 +180,37 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
         return
     why = _full(use, level)
     if level < Level.CRITICAL:
-        why += ", and memory is wanted" if wanted else ", and foreign use grew" if not gauge.planned else ""
+        why += ", and a model waits for memory" if wanted else ", and foreign use grew" if not gauge.planned else ""
     idle_limit = {
         Level.MODERATE: rules.idle_seconds,
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
     }.get(level, 0.0)
     enough = use.total_bytes * (rules.bounds.of(level) - BAND) if level < Level.CRITICAL else -1.0
-    idle = [tenant for tenant in seen.tenants if tenant.eviction_state in EVICTABLE and tenant.bytes.get(use.device)]
+    idle = [item for item in seen.models if item.eviction_state in EVICTABLE and item.bytes.get(use.device)]
     used = use.used_bytes
-    for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
-        if tenant.idle_seconds < idle_limit or used < enough:
+    for item in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
+        if item.idle_seconds < idle_limit or used < enough:
             continue
-        used -= tenant.bytes[use.device]
-        offload = level < Level.CRITICAL and not tenant.warm
-        yield Leave(tenant.model, offload, f"{why}; idle for {tenant.idle_seconds:.0f} s")
+        used -= item.bytes[use.device]
+        offload = level < Level.CRITICAL and not item.warm
+        yield Leave(item.model, offload, f"{why}; idle for {item.idle_seconds:.0f} s")
 
 
-def _limits(state: Watches, tenants: Iterable[Tenant]) -> Iterable[Limit]:
-    for tenant in tenants:
-        held = [device for device, count in tenant.bytes.items() if count and device in state]
+def _limits(state: Watches, models: Iterable[ModelUse]) -> Iterable[Limit]:
+    for item in models:
+        held = [device for device, count in item.bytes.items() if count and device in state]
         device = max(held, key=lambda name: state[name].restriction, default=None)
         restriction = Restriction.NONE if device is None else state[device].restriction
-        sequences = tenant.parallel if restriction < Restriction.HALVE else max(1, tenant.parallel >> (restriction - 1))
-        if sequences != (tenant.limit or tenant.parallel):
+        sequences = item.parallel if restriction < Restriction.HALVE else max(1, item.parallel >> (restriction - 1))
+        if sequences != (item.limit or item.parallel):
             why = RESTRICTION_TEXTS[restriction] if device is None else f"{device}: {RESTRICTION_TEXTS[restriction]}"
-            yield Limit(tenant.model, sequences, why)
+            yield Limit(item.model, sequences, why)
 
 
-def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
+def _answering(models: Iterable[ModelUse]) -> Iterable[ModelUse]:
     """The models with a worker that answers requests."""
     silent = (EvictionState.WARM, EvictionState.LOADING, EvictionState.LEAVING)
-    return (item for item in tenants if item.eviction_state not in silent)
+    return (item for item in models if item.eviction_state not in silent)
 
 
 def _full(use: Use, level: Level) -> str:

@@ -23,9 +23,9 @@ from inference.authority.pressure.relief import (
     RESTRICTION_TEXTS,
     Leave,
     Limit,
+    ModelUse,
     PressureInput,
     Relief,
-    Tenant,
     Watch,
     step,
 )
@@ -108,7 +108,7 @@ def check(draft: Draft, *, regular: bool) -> None:
     draft.kv_grows = draft.kv_grows or regular
     state = draft.state
     before, found = state.pressure.watches, uses(state, draft.now)
-    seen = PressureInput(found, _tenants(state, draft.now), _wanted(state, draft.now))
+    seen = PressureInput(found, _model_uses(state, draft.now), _wanted(state, draft.now))
     watches, actions = step(before, seen, rules_of(state.settings), regular=regular)
     draft.set(pressure=replace(state.pressure, watches=watches, check_requested=False))
     for use in found:
@@ -119,7 +119,7 @@ def check(draft: Draft, *, regular: bool) -> None:
         _carry_out(draft, action)
 
 
-def _tenants(state: State, now: float) -> list[Tenant]:
+def _model_uses(state: State, now: float) -> list[ModelUse]:
     found = []
     for item in held_models(state, now):
         model = state.models.get(item.model)
@@ -127,7 +127,7 @@ def _tenants(state: State, now: float) -> list[Tenant]:
         if model is not None:
             limit = worker.limit if worker is not None and worker.holding == item.holding else None
             idle = now - item.last_used_at
-            found.append(Tenant(item.model, item.eviction_state, item.bytes, idle, model.effective.parallel, limit))
+            found.append(ModelUse(item.model, item.eviction_state, item.bytes, idle, model.effective.parallel, limit))
     return found
 
 
