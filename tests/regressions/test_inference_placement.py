@@ -24,7 +24,7 @@ from inference.authority.placement.plan import (
     Refusal,
     Request,
     Result,
-    Scene,
+    Stages,
     plan,
     refusal_now,
 )
@@ -197,8 +197,8 @@ def test_prospects_of_fifty_models_are_fast() -> None:
     requests = [Request(f"m{number}", (Option("gpu-0", {"gpu-0": number * 400}),)) for number in range(50)]
 
     def look() -> list[object]:
-        scene = Scene.of(ledger, held)
-        return [refusal_now(request, scene, Policy(1000.0)) for request in requests]
+        stages = Stages.of(ledger, held)
+        return [refusal_now(request, stages, Policy(1000.0)) for request in requests]
 
     answers = look()
     assert None in answers

@@ -18,7 +18,7 @@ from inference.authority.placement.plan import (
     Refusal,
     Request,
     Result,
-    Scene,
+    Stages,
     plan,
     refusal_now,
 )
@@ -516,8 +516,8 @@ def test_devices_with_less_overhead_are_used_before_models_are_evicted_for_the_m
 
 def test_prospect_is_computed_without_choosing_evictions() -> None:
     ledger, held = hold(machine(gpu_0=1000), "old", {"gpu-0": 900})
-    scene = Scene.of(ledger, [held])
-    assert refusal_now(ask(gpu(500)), scene, Policy(NOW)) is None
-    refusal = refusal_now(ask(gpu(1500)), scene, Policy(NOW))
+    stages = Stages.of(ledger, [held])
+    assert refusal_now(ask(gpu(500)), stages, Policy(NOW)) is None
+    refusal = refusal_now(ask(gpu(1500)), stages, Policy(NOW))
     assert refusal is not None
     assert refusal.result is Result.CANT_ACCOMMODATE

@@ -18,7 +18,7 @@ from headgate.shared.units import format_bytes
 from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.smaller_settings import Fit, nearest_fit, nearest_fix
 from inference.authority.placement.spread import Spread, fits, split_free, split_full
-from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Scene, Stage
+from inference.authority.placement.stage import EVICTABLE, EvictionState, Held, Policy, Stage, Stages
 from inference.authority.placement.victims import cheapest, least_cost
 from inference.errors import Shortage
 from inference.estimate.layers import Layers
@@ -33,7 +33,7 @@ __all__ = (
     "Refusal",
     "Request",
     "Result",
-    "Scene",
+    "Stages",
     "plan",
     "refusal_now",
 )  # fmt: skip
@@ -146,17 +146,17 @@ class Refusal:
 
 def plan(request: Request, ledger: Ledger, models: Sequence[Held], policy: Policy) -> Placement | Refusal:
     """The placement of `request` while `models` hold memory in `ledger`, or the refusal."""
-    return _plan(request, Scene.of(ledger, models), policy, choose=True)
+    return _plan(request, Stages.of(ledger, models), policy, choose=True)
 
 
-def refusal_now(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
+def refusal_now(request: Request, stages: Stages, policy: Policy) -> Refusal | None:
     """Why `request` could not be placed now, or None; faster than `plan`, because it does not minimize evictions."""
-    decision = _plan(request, scene, policy, choose=False)
+    decision = _plan(request, stages, policy, choose=False)
     return decision if isinstance(decision, Refusal) else None
 
 
-def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Placement | Refusal:
-    for held in scene.now.models:
+def _plan(request: Request, stages: Stages, policy: Policy, *, choose: bool) -> Placement | Refusal:
+    for held in stages.now.models:
         if held.model == request.model and held.eviction_state not in (EvictionState.LEAVING, EvictionState.WARM):
             kind = _allocation(request.dedicated, len(held.devices))
             trace = (f"{request.model} is on {', '.join(held.devices)} already",)
@@ -165,11 +165,11 @@ def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Pl
         return Refusal((), "no device is available: every accelerator is excluded or lost")
     first = replace(request, options=tuple(option for option in request.options if not option.fallback))
     last = replace(request, options=tuple(option for option in request.options if option.fallback), spread=None)
-    look = _Decision(first, scene, policy, [], choose)
+    look = _Decision(first, stages, policy, [], choose)
     decision = look.decide() if first.options else None
     is_final = isinstance(decision, Refusal) and not decision.waits_for and not request.fit.allows(decision.fix)
     if last.options and (decision is None or is_final):
-        decision = _Decision(last, scene, policy, look.trace, choose).decide()
+        decision = _Decision(last, stages, policy, look.trace, choose).decide()
     assert decision is not None
     return decision
 
@@ -179,13 +179,13 @@ class _Decision:
     """One decision about one class of options."""
 
     request: Request
-    scene: Scene
+    stages: Stages
     policy: Policy
     trace: list[str]
     choose: bool
 
     def decide(self) -> Placement | Refusal:
-        return self._free(self.scene.now) or self._after_evictions() or self._full() or self._refusal()
+        return self._free(self.stages.now) or self._after_evictions() or self._full() or self._refusal()
 
     def _obstacle(self, option: Option, stage: Stage) -> str | None:
         return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
@@ -217,18 +217,18 @@ class _Decision:
 
     def _after_evictions(self) -> Refusal | None:
         """A refusal with a wait, if models that are already leaving make enough room."""
-        scene = self.scene
-        if scene.left is scene.now:
+        stages = self.stages
+        if stages.left is stages.now:
             return None
-        names = tuple(held.model for held in scene.now.models if held.eviction_state is EvictionState.LEAVING)
+        names = tuple(held.model for held in stages.now.models if held.eviction_state is EvictionState.LEAVING)
         for option in (*self.request.options, None):
             if option is None:
-                option = self._split(scene.left)
-            elif self._obstacle(option, scene.left):
+                option = self._split(stages.left)
+            elif self._obstacle(option, stages.left):
                 option = None
             if option is not None:
                 self.trace.append(f"{', '.join(option.devices)}: fits after {', '.join(names)} is unloaded")
-                lacks = scene.now.ledger.lacks(option.need)
+                lacks = stages.now.ledger.lacks(option.need)
                 return Refusal(lacks, "other models are leaving to release memory", names, trace=tuple(self.trace))
         return None
 
@@ -245,12 +245,12 @@ class _Decision:
 
     def _full_measured(self) -> tuple[Option, tuple[Held, ...]] | None:
         """The option with the cheapest evictions, and the evicted models; any sufficient ones without `choose`."""
-        options = [option for option in self.request.options if not self._obstacle(option, self.scene.idle_gone)]
+        options = [option for option in self.request.options if not self._obstacle(option, self.stages.without_idle)]
         if not options:
             return None
         if not self.choose:
             return options[0], ()
-        covers = [_Cover.of(option, self.request, self.scene.now, self.policy) for option in options]
+        covers = [_Cover.of(option, self.request, self.stages.now, self.policy) for option in options]
         order = sorted(range(len(covers)), key=lambda at: covers[at].least)
         best: tuple[tuple[float, int, int], Option, tuple[Held, ...]] | None = None
         for turn, at in enumerate(order):
@@ -268,9 +268,9 @@ class _Decision:
     def _full_split(self, below: float) -> Placement | None:
         """Several devices after evictions that cost less than `below`."""
         spread = self.request.spread
-        if spread is None or self._split(self.scene.idle_gone) is None:
+        if spread is None or self._split(self.stages.without_idle) is None:
             return None
-        found = split_full(spread, self.scene.now, self.policy, dedicated=self.request.dedicated, below=below)
+        found = split_full(spread, self.stages.now, self.policy, dedicated=self.request.dedicated, below=below)
         if found is None:
             return None
         layers, victims = found
@@ -282,7 +282,7 @@ class _Decision:
         return self._placement(Result.FULL, option, names)
 
     def _refusal(self) -> Refusal:
-        now, emptied = self.scene.now, self.scene.emptied
+        now, emptied = self.stages.now, self.stages.emptied
         movable = [held for held in now.models if held.eviction_state is not EvictionState.FIXED]
         possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
         if (possible := possible or self._split(emptied)) is not None:
@@ -307,7 +307,7 @@ class _Decision:
         """Sort key for the option that a refusal describes: missing memory before rules, because memory can be
         freed.
         """
-        lacks = self.scene.emptied.ledger.lacks(option.need)
+        lacks = self.stages.emptied.ledger.lacks(option.need)
         return not lacks, sum(lack.need_bytes for lack in lacks)
 
     def _fix(self) -> Mapping[str, Any]:
@@ -316,7 +316,7 @@ class _Decision:
 
         def would_fit(layers: Layers, *, host: bool = True) -> bool:
             other = replace(spread, layers=layers)
-            return fits(other, self.scene.emptied, self.policy, dedicated=self.request.dedicated, host=host)
+            return fits(other, self.stages.emptied, self.policy, dedicated=self.request.dedicated, host=host)
 
         return nearest_fit(spread.layers, self.request.fit, would_fit) or nearest_fix(spread.layers, would_fit)
 

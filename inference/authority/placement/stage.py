@@ -130,7 +130,7 @@ class Stage:
         if not there:
             return None
         if dedicated:
-            return f"it is dedicated and {', '.join(held.model for held in there)} uses {device}"
+            return f"it is dedicated and {device} is used by {', '.join(held.model for held in there)}"
         if taken := [held.model for held in there if held.dedicated]:
             return f"{device} is dedicated to {taken[0]}"
         most = policy.max_models_per_device
@@ -148,26 +148,26 @@ class Stage:
             if why := self.closed(device, policy, dedicated=dedicated):
                 return why
         return "; ".join(
-            f"needs {format_bytes(lack.need_bytes)} on {lack.device} and may take {format_bytes(lack.free_bytes)} "
+            f"needs {format_bytes(lack.need_bytes)} on {lack.device}, available are {format_bytes(lack.free_bytes)} "
             f"({lack.bound})"
             for lack in self.ledger.lacks(need)
         ) or None  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Stages:
     """The stages of a decision; the same for all requests at one moment."""
 
     now: Stage
     left: Stage
     """without models that are leaving"""
-    idle_gone: Stage
+    without_idle: Stage
     """without models that could be evicted; leaving models are still there"""
     emptied: Stage
     """only pinned and dedicated models"""
 
     @classmethod
-    def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:
+    def of(cls, ledger: Ledger, models: Iterable[Held]) -> Stages:
         """The stages of a ledger and the models that hold memory in it."""
         now = Stage.of(ledger, models)
         movable = [state for state in EvictionState if state is not EvictionState.FIXED]

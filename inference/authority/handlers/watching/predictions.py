@@ -8,7 +8,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for
 from inference.authority.handlers.running import load_devices
 from inference.authority.handlers.running.oom_recovery import can_reduce
-from inference.authority.placement.plan import Refusal, Scene, refusal_now
+from inference.authority.placement.plan import Refusal, Stages, refusal_now
 from inference.authority.state import ModelRecord, State
 
 
@@ -18,7 +18,7 @@ class Predictions:
     def __init__(self, state: State, now: float) -> None:
         self._state = state
         self._now = now
-        self._scene: Scene | None = None
+        self._stages: Stages | None = None
         self._answers: dict[str, Refusal | bool | None] = {}
 
     def of(self, model: ModelRecord) -> Refusal | bool | None:
@@ -29,8 +29,8 @@ class Predictions:
 
     def _answer(self, model: ModelRecord) -> Refusal | bool | None:
         state, now = self._state, self._now
-        if self._scene is None:
-            self._scene = Scene.of(state.ledger, held_models(state, now))
+        if self._stages is None:
+            self._stages = Stages.of(state.ledger, held_models(state, now))
         allowed = load_devices.allowed(state, model, now)
         if isinstance(allowed, Refusal):
             return allowed
@@ -38,7 +38,7 @@ class Predictions:
         if request is None:
             return None
         request = replace(request, fit=fit_of(model.spec))
-        refusal = refusal_now(request, self._scene, device_view.policy(state.settings, now))
+        refusal = refusal_now(request, self._stages, device_view.policy(state.settings, now))
         if refusal is not None and can_reduce(model, refusal, now):
             return None  # it may fit with smaller settings, which are measured when a request comes
         return refusal or True
