@@ -32,8 +32,8 @@ class LoadFence:
         """Raises InvalidRequestError for a load that was decided under an earlier lease than another load."""
         if fence < self._largest:
             raise InvalidRequestError(
-                f"not loaded: this load was decided under lease {fence}, which has ended, because lease "
-                f"{self._largest} was used here since; decide again under a new lease, or load without {H_FENCE}",
+                f"not loaded: lease {fence} has ended, because the newer lease {self._largest} was used for a load; "
+                f"acquire a new lease, or send no {H_FENCE}",
                 param=H_FENCE,
             )
         self._largest = fence

@@ -97,7 +97,7 @@ class AcceleratorRecord:
                 raise OutOfReachError(self._refusal(before.count, found))
         elif before is not None and not found and before.under.choice == self._now.choice:
             changed = "the machine was restarted" if before.under.boot != self._now.boot else "llama.cpp was changed"
-            log.warning("no accelerators found; %d were in use before %s", before.count, changed)
+            log.warning("no accelerators found; there were %d before %s; check the driver", before.count, changed)
         if found:
             self._keep(Record(found, False, self._now))
 

@@ -28,7 +28,7 @@ class Card:
     """One NVIDIA device in a reading. `total_bytes` excludes memory that the driver reserves.
 
     `note` explains `sign`. A device that could not be read has its last figures. `process_bytes`: bytes by process id,
-    as far as the driver tells them.
+    as far as the driver reports them.
     """
 
     uuid: str

@@ -64,7 +64,9 @@ def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path =
         ended += [member.pid for member in members if member not in left]
         if left:
             stay.append(family)
-            log.error("cannot end orphaned processes of a killed service: %s", _named(left))
+            log.error(
+                "cannot end orphaned processes of a killed service, their memory counts as foreign: %s", _named(left)
+            )
     if ended:
         log.warning("ended orphaned processes of a killed service: %s", ", ".join(f"pid {pid}" for pid in ended))
     own = Family(secrets.token_hex(16), os.getpid(), start_ticks(os.getpid(), proc) or 0)

@@ -237,7 +237,7 @@ class WorkerProcess:
             try:
                 self._take(decode(line))
             except ValueError:
-                log.exception("worker %s (pid %d) sent an invalid message", self.name, self.pid)
+                log.exception("ignored an invalid message of worker %s (pid %d)", self.name, self.pid)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -271,7 +271,7 @@ class WorkerProcess:
             case Timings():
                 self._on_timings(message)
             case _:
-                log.error("worker %s sent %s, which only the service sends", self.name, message.tag)
+                log.error("ignored message %s of worker %s, which only the service sends", message.tag, self.name)
 
     def _on_errors(self) -> None:
         try:

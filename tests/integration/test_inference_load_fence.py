@@ -19,7 +19,7 @@ async def test_load_under_an_earlier_lease_is_refused(start: Start) -> None:
     refused = await load("b", "6")
     assert (refused.status, refused.body["error"]["code"]) == (400, "invalid_request")
     assert refused.body["error"]["param"] == "x-headgate-fence"
-    assert "lease 6, which has ended, because lease 7 was used" in refused.body["error"]["message"]
+    assert "lease 6 has ended, because the newer lease 7 was used" in refused.body["error"]["message"]
     assert service.authority.models["b"].loads == 0
     for accepted in ("7", "8", None, "8"):
         assert (await load("b", accepted)).status == 200

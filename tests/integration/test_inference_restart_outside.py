@@ -127,8 +127,8 @@ def test_no_accelerator_is_expected_under_other_circumstances(tmp_path: Path, un
     ("under", "words"),
     [
         (ELSE[0], None),
-        (ELSE[2], "no accelerators found; 2 were in use before the machine was restarted"),
-        (ELSE[3], "no accelerators found; 2 were in use before llama.cpp was changed"),
+        (ELSE[2], "no accelerators found; there were 2 before the machine was restarted; check the driver"),
+        (ELSE[3], "no accelerators found; there were 2 before llama.cpp was changed; check the driver"),
     ],
     ids=["devices", "boot", "backends"],
 )

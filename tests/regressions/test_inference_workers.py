@@ -104,7 +104,7 @@ async def test_load_without_descriptors_fails_and_releases_its_reservation(start
     await authority.load(model)
 
 
-async def test_model_that_cannot_be_offloaded_without_descriptors_is_unloaded(start: Start) -> None:
+async def test_model_is_unloaded_if_file_descriptors_for_its_offload_are_missing(start: Start) -> None:
     service = await start({"a": {}}, accelerator=FakeAccelerator())
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
@@ -124,7 +124,7 @@ async def test_booking_of_an_ended_worker_is_released_although_its_device_cannot
     await authority.unload(model)
     assert model.state is ModelState.COLD
     await authority.emptied(seconds=10)
-    assert "became free; the rest counts as foreign" in caplog.text
+    assert "; the rest counts as foreign" in caplog.text
     assert caplog.text.count("no such device") == 1, "repeated failures are logged once"
     accelerator.failure = None
     await authority.load(model)

@@ -18,7 +18,7 @@ class BackgroundTasks:
         self._finishing: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], *, finishes: bool = False) -> asyncio.Task[None]:
-        """Runs a coroutine; one that `finishes` something is quick and never cancelled."""
+        """Runs a coroutine. With `finishes` it is not cancelled, so it must be quick."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         if finishes:

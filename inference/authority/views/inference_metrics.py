@@ -29,14 +29,14 @@ class Metrics:
         self.gauges: Callable[[], Iterator[GaugeMetricFamily]] = lambda: iter(())
         self.registry.register(self)
         self.placements = Counter(
-            "inference_placement_total", "Decisions about where a model goes", ["result", "reason"],
+            "inference_placement_total", "Placement decisions", ["result", "reason"],
             registry=self.registry,
         )  # fmt: skip
         self.evictions = Counter(
             "inference_evictions_total", "Models that left their device", ["action", "reason"], registry=self.registry
         )
         self.load_seconds = Histogram(
-            "inference_load_seconds", "From reservation to ready", ["model", "tier"], buckets=_LOAD_BUCKETS,
+            "inference_load_seconds", "Load time, from reservation to ready", ["model", "tier"], buckets=_LOAD_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
         self.kv_restore_seconds = Histogram(
@@ -78,8 +78,8 @@ class Metrics:
             "inference_kv_evicted_total", "Stored sequences removed for room", ["model"], registry=self.registry
         )
         self.kv_invalid = Counter(
-            "inference_kv_invalid_total", "Damaged or foreign entries that were removed", ["model"],
-            registry=self.registry,
+            "inference_kv_invalid_total", "Stored sequences removed: damaged, or of another model",
+            ["model"], registry=self.registry,
         )  # fmt: skip
         self.kv_prefetches = Counter(
             "inference_kv_prefetches_total", "Sequences read from disk for waiting requests", ["model", "result"],
@@ -90,7 +90,10 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.kv_transfer_seconds = Counter(
-            "inference_kv_transfer_seconds_total", "Time to move them", ["model", "direction"], registry=self.registry
+            "inference_kv_transfer_seconds_total",
+            "Time to move sequences between tiers",
+            ["model", "direction"],
+            registry=self.registry,
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -127,7 +130,9 @@ def numbered(states: type[ModelState] | type[DeviceState]) -> str:
 
 
 def _devices(state: State, now: float) -> Iterator[GaugeMetricFamily]:
-    account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
+    account = GaugeMetricFamily(
+        "inference_device_bytes", "Memory by account of the ledger", labels=["device", "account"]
+    )
     used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
     health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
     level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])

@@ -15,7 +15,7 @@ HELPERS = "a helper process"
 
 
 def begin(draft: Draft, key: HelperKey, devices: Iterable[str]) -> None:
-    """A helper is started on these devices. On a full device it is reserved what is left."""
+    """A helper is started on these devices. On a full device the rest of the memory is reserved for it."""
     need = {}
     for reading in device_view.named(draft.state, devices, draft.now):
         if reading.id != CPU and not reading.unified:

@@ -10,7 +10,7 @@ from inference.authority.handlers.measuring.helper_contexts import HELPERS
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import fit_of, held_models, request_for, residents
 from inference.authority.handlers.running import keeping, load_devices, oom_recovery
-from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Request, Result, Scene, plan
+from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Request, Result, Stages, plan
 from inference.authority.placement.smaller_settings import smaller
 from inference.authority.placement.turns import Decision, Demand, Occupancy, age_rank, decide
 from inference.authority.state import EstimateKey, FixCheck, FixKey, ModelRecord, State
@@ -126,14 +126,14 @@ def plan_on(
 
 
 def rank(model: ModelRecord) -> tuple[float, float, str]:
-    """The sort key of wanted models, lowest first: those for which others already leave, then the longest wait."""
+    """The sort key of models that requests wait for: first those for which an eviction has begun, then the oldest."""
     return model.eviction_began_at, age_rank(model.queue.waiters), model.id
 
 
 def _yields(state: State, item: Held, to: ModelRecord) -> bool:
-    """Whether `item` is the warm copy of a model that is wanted later than the wanted model `to`.
+    """Whether `item` is the warm copy of a model that is loaded after `to`, which may therefore drop it.
 
-    It may be dropped: two warm models that exclude each other would otherwise both wait forever.
+    Otherwise two warm models that exclude each other would both wait forever.
     """
     if item.eviction_state is not EvictionState.BUSY or not to.queue.waiters:
         return False
@@ -169,7 +169,7 @@ def _decide(state: State, model: ModelRecord, request: Request, now: float) -> D
     ledger = ledger.without(list(state.helpers.values()))
     later = decide(request, demand, replace(occupancy, ledger=ledger), claims)
     if later.outcome.result is Result.FREE:
-        return Decision(Refusal((), f"room is held by {HELPERS}", waits_for=(HELPERS,)))
+        return Decision(Refusal((), f"{HELPERS} holds the memory and ends soon", waits_for=(HELPERS,)))
     return later
 
 
@@ -191,7 +191,7 @@ def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
     assert request is not None
     request = replace(request, options=tuple(option for option in request.options if not option.fallback))
     held = held_models(state, now)
-    emptied = Scene.of(state.ledger, [item for item in held if item.model != check.model]).emptied
+    emptied = Stages.of(state.ledger, [item for item in held if item.model != check.model]).emptied
     own = {item.holding for item in held if item.model == check.model} & emptied.ledger.holdings.keys()
     decision = plan(request, emptied.ledger.without(own), emptied.models, device_view.policy(state.settings, now))
     if not isinstance(decision, Placement):

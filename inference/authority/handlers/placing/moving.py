@@ -67,11 +67,12 @@ def _unusable(state: State, model: ModelRecord, device: str, now: float) -> Inva
         there = ", ".join(found)
         return InvalidRequestError(f"unknown device {device!r}; devices: {there}", param="device")
     if found[device].state not in USABLE:
-        return InvalidRequestError(f"{device} is {found[device].state}", param="device")
+        return InvalidRequestError(f"{device} is {found[device].state}; choose another device", param="device")
     if device in replicas.taken_devices(state, model):
         return InvalidRequestError(f"{device} has another replica of {model.spec.configured_id!r}", param="device")
     if device != CPU and (model.spec.gpu_layers == 0 or state.settings.force_cpu_mode):
-        return InvalidRequestError(f"{model.id!r} is configured to use no accelerator", param="device")
+        cause = "INFERENCE_FORCE_CPU_MODE is set" if state.settings.force_cpu_mode else "its gpu_layers is 0"
+        return InvalidRequestError(f"{model.id!r} runs on the CPU only: {cause}", param="device")
     return None
 
 
@@ -170,7 +171,7 @@ def _returned(draft: Draft, command: MoveCommand, error: InferenceError | None) 
 def stays_on_cpu(draft: Draft, model: str, error: InferenceError) -> None:
     """A model could not be moved back to an accelerator."""
     draft.set_model(model, on_cpu_until=draft.now + REST_SECONDS)
-    draft.warning("%s stays on the CPU for now: %s", model, error.message)
+    draft.warning("%s stays on the CPU for %g s more: %s", model, REST_SECONDS, error.message)
 
 
 # --- return after a fallback to the CPU ------------------------------------------------------------------------------

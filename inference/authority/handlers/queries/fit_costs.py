@@ -1,4 +1,4 @@
-"""What each change costs with which a model would be loaded because it does not fit as configured."""
+"""The memory and speed that each change of `fit` costs a model that does not fit as configured."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def residents(state: State) -> dict[str, Resident]:
     return found
 
 
-def tenants(state: State, device: str) -> list[WorkerRecord]:
+def workers_on(state: State, device: str) -> list[WorkerRecord]:
     """The workers of models on a device."""
     found = (state.worker_of(model) for model in state.models.values())
     return [worker for worker in found if worker is not None and device in worker.placement.devices]
@@ -182,8 +182,8 @@ def excess(estimate: Estimate, ready: Ready) -> str | None:
             return f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned"
         if name != CPU and count < planned // 2:
             return (
-                f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned; the rest "
-                "went elsewhere"
+                f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned, so the "
+                "rest is on another device"
             )
     return None
 

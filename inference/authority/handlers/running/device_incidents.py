@@ -9,7 +9,7 @@ from inference.authority.draft import Draft
 from inference.authority.effects import LoseWorker, Publish, TryDevice
 from inference.authority.handlers.measuring import helper_contexts
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import tenants
+from inference.authority.handlers.queries.plan_inputs import workers_on
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.retention import Mechanism
@@ -45,7 +45,7 @@ def tick(draft: Draft) -> None:
     take_readings(draft)
     for device in list(draft.state.devices.health):
         is_booked = any(holding.bytes.get(device) for holding in draft.state.ledger.holdings.values())
-        handle(draft, device, Tick(not tenants(draft.state, device) and not is_booked))
+        handle(draft, device, Tick(not workers_on(draft.state, device) and not is_booked))
 
 
 def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
@@ -151,11 +151,11 @@ def _carry_out(draft: Draft, device: str, health: DeviceHealth, effect: Effect) 
 
 def _lose(draft: Draft, device: str, why: str) -> None:
     """Makes every model on the device cold at once, before its process has ended."""
-    for worker in tenants(draft.state, device):
+    for worker in workers_on(draft.state, device):
         _remember(draft, device, worker)
         what = f"{device} is lost ({why})"
-        draft.error("%s becomes cold: %s", worker.model, what)
-        failure = device_lost_error(draft.state, draft.model(worker.model), worker.placement.devices, what, draft.now)
+        draft.error("%s is unloaded: %s", worker.model, what)
+        failure = device_lost_error(draft.state, draft.model(worker.model), worker.placement.devices, why, draft.now)
         worker = draft.set_worker(worker.id, failure=failure)
         draft.emit(LoseWorker(worker.id, what))
         draft.advance(worker.model, ModelEvent.FAIL)
@@ -174,7 +174,7 @@ def _lose(draft: Draft, device: str, why: str) -> None:
 
 
 def _drain(draft: Draft, device: str, why: str) -> None:
-    for worker in tenants(draft.state, device):
+    for worker in workers_on(draft.state, device):
         _remember(draft, device, worker)
         departure.leave(draft, worker.model, Reason.DEVICE, explanation=(f"{device}: {why}",))
         if draft.model(worker.model).worker == worker.id:
@@ -224,7 +224,7 @@ def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
         return
     found = device_view.reading(draft.state, command.device, draft.now)
     if found is None:
-        draft.refuse(id, InvalidRequestError(f"the device {command.device!r} is gone", param="device"))
+        draft.refuse(id, InvalidRequestError(f"the device {command.device!r} is not found any more", param="device"))
     else:
         draft.answer(id, found)
 

@@ -145,9 +145,10 @@ def return_is_due(draft: Draft, holding: str) -> None:
         return
     _forget_return(draft, holding)
     draft.warning(
-        "the worker of %s ended, but not all of its memory on %s became free; the rest counts as foreign",
+        "the worker of %s ended, but not all of its memory on %s became free within %g s; the rest counts as foreign",
         awaited.model,
         ", ".join(awaited.devices),
+        draft.state.timing.return_seconds,
     )
     lost = draft.state.ledger.holdings[holding].bytes
     draft.set_devices(growth=forfeited(draft.state.devices.growth, lost))
