@@ -297,11 +297,12 @@ def capabilities_of(grant: Grant, pooling: int | None, template: ChatTemplate | 
     if grant.capabilities is None:
         return can
     if "vision" in grant.capabilities and grant.mmproj is None:
-        raise LoadError(ExitCause.STARTUP, "capabilities contain vision, but mmproj is not set")
-    if template is None and (missing := [name for name in ("chat", "tools") if name in grant.capabilities]):
         raise LoadError(
-            ExitCause.STARTUP, f"capabilities contain {missing[0]}, but the file has no usable chat template"
+            ExitCause.STARTUP, "capabilities contain vision, but mmproj is not set; set it, or remove vision"
         )
+    if template is None and (missing := [name for name in ("chat", "tools") if name in grant.capabilities]):
+        remedy = f"remove {missing[0]} from capabilities"
+        raise LoadError(ExitCause.STARTUP, f"the model file has no usable chat template; {remedy}")
     return tuple(name for name in can if name in grant.capabilities)
 
 

@@ -257,7 +257,7 @@ def test_the_oldest_files_give_way_on_a_full_disk(
     now[0] += 1
     assert write(second, LARGE[4], key=OTHER_KEY) == []
     assert sorted(numbers(first)) == sorted([LARGE[0], LARGE[3]])
-    line = f"the disk is full: the oldest stored sequences in {tmp_path} give way to new ones"
+    line = f"the disk is full: removing the oldest stored sequences in {tmp_path} for new ones"
     assert caplog.messages == [line, line], "one of each worker"
     now[0] += 1
     assert write(first, LARGE[5]) == [first.name_of(sequence_of(LARGE[3]))]

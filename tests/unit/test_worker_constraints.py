@@ -265,11 +265,11 @@ def test_pattern_with_too_many_states_ends_its_answer_with_a_reason() -> None:
     assert compiler.known(compiler.key(EXPLODING, "f")) is constraint
     error = wear_out(constraint.start())
     assert error.status == 400
-    assert "a retry is counted alone" in error.message
+    assert "send the request again" in error.message
     assert compiler.known(compiler.key(EXPLODING, "f")) is None
     first, second = compiler.compile(EXPLODING, "f"), compiler.compile(EXPLODING, "f")
     assert len({id(constraint), id(first), id(second)}) == 3
-    assert "a retry is counted alone" not in wear_out(first.start()).message
+    assert "send the request again" not in wear_out(first.start()).message
     mask = second.start()
     assert VOCABULARY.follow(mask, "abab" + "a" + "b" * 18)
     assert VOCABULARY.may_end(mask)

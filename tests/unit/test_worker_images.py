@@ -124,7 +124,7 @@ PROMPT = [7, 8, -5, -6, -7, 9, -20, -21, -40, -41, 3]
         (0, 11, 99, 11),  # everything
     ],
 )
-def test_batch_does_not_divide_an_image(start: int, end: int, most: int, found: int) -> None:
+def test_image_is_not_split_between_batches(start: int, end: int, most: int, found: int) -> None:
     assert undivided(PROMPT, start, end, most) == found
 
 

@@ -325,7 +325,7 @@ def test_time_of_a_source_counts() -> None:
     assert found == [MOST_PROPOSED, 0]
 
 
-def test_costly_source_is_tried_again_although_it_was_wrong_and_later_with_tokens_to_compute() -> None:
+def test_costly_source_is_tried_again_after_wrong_proposals_and_later_if_it_lags_behind() -> None:
     for behind in (0, 100):
         speculation = with_costly(CostlySource(behind=behind))
         for _ in range(50):

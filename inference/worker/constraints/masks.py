@@ -99,7 +99,7 @@ class Guide:
 
 
 _TOO_COMPLEX = "the required format is too complex for an answer of this length: {}"
-_WORN_OUT = _TOO_COMPLEX + " (over all answers with this format so far; a retry is counted alone)"
+_WORN_OUT = _TOO_COMPLEX + " (all answers with this format share the limit; send the request again)"
 _LIMIT_WORDS = ("lexer error", "Parser Error", "Too many items", "TooComplex")
 _UNFIT = "doesn't satisfy the grammar"
 _DEAD_END = "no token is allowed next: the required format cannot be completed"

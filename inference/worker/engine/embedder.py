@@ -145,7 +145,7 @@ class Embedder:
             failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
             vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
         except BaseException as error:
-            log.exception("the step failed")
+            log.exception("internal error: a step of the embedder failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
         seconds = self.counters.end()
         self._queue.computed(seconds)

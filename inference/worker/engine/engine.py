@@ -255,7 +255,7 @@ class Engine:
             return self._step()
         except BaseException as error:
             # Nothing below is expected to raise; if it does, only the requests of this step end.
-            log.exception("the step failed")
+            log.exception("internal error: a step of the engine failed")
             if self.counters.step_started is not None:
                 self.counters.end()
             self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
@@ -286,7 +286,8 @@ class Engine:
                         job,
                         WorkerError(
                             Code.MODEL_FAILED,
-                            "the KV cache has no room for this request, although no other request runs",
+                            "the KV cache has no room for this request, although no other request runs; "
+                            "send a shorter request",
                         ),
                     )
             else:

@@ -145,7 +145,7 @@ class DiskTier:
                 self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
                 raise
         if self._freed and self._ticks() >= self._logs_full_at:
-            log.warning("the disk is full: the oldest stored sequences in %s give way to new ones", self._root)
+            log.warning("the disk is full: removing the oldest stored sequences in %s for new ones", self._root)
             self._logs_full_at = self._ticks() + PAUSE_SECONDS
         self._freed = 0
         if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):

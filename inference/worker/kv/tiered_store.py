@@ -417,7 +417,7 @@ class TieredStore:
         except (OSError, AbandonedError):
             pass  # logged, or the worker ends
         except Exception:
-            log.exception("a stored sequence could not be written")
+            log.exception("internal error: a stored sequence could not be written to disk")
         return lambda: self._not_written(disk, stored, removed)
 
     def _written(self, disk: DiskTier, stored: Stored, removed: Sequence[str], seconds: float) -> None:
@@ -503,7 +503,7 @@ class TieredStore:
     def _not_fetched(self, stored: Stored, failure: Exception | None) -> None:
         """A file that is damaged or gone is removed; without memory it stays."""
         if isinstance(failure, MemoryError) or self._stored.get(stored.sequence) is not stored:
-            log.warning("stored sequence not read: %s", failure)
+            log.warning("a stored sequence could not be read, its prompt is computed again: %s", failure)
         elif isinstance(failure, FileNotFoundError):
             self._lost_file(stored)
         elif stored.file is not None and failure is not None and self._disk is not None:

@@ -30,8 +30,8 @@ class _Package(ModuleType):
         return getattr(self, name)
 
 
-def _know_the_package() -> None:
-    """Registers the package, unless it is imported already or missing; the import below then fails with a message."""
+def _register_package() -> None:
+    """Registers the package, unless it is imported already. If it is missing, the import below raises the error."""
     if PACKAGE in sys.modules or (spec := importlib.util.find_spec(PACKAGE)) is None:
         return
     package = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def _know_the_package() -> None:
     sys.modules[PACKAGE] = package
 
 
-_know_the_package()
+_register_package()
 
 if TYPE_CHECKING:
     lib: Any
