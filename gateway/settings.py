@@ -112,7 +112,7 @@ def _redis_url(value: str) -> str:
     if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
         raise ValueError("not the address of a Redis or Valkey server; write for example redis://127.0.0.1:6379/0")
     if parts.scheme != "unix" and (parts.port == 0 or not re.fullmatch(r"/?\d*", parts.path)):
-        raise ValueError("after the host come the port and the number of a database: redis://127.0.0.1:6379/0")
+        raise ValueError("invalid port or database number; write for example redis://127.0.0.1:6379/0")
     return value
 
 

@@ -105,14 +105,15 @@ class Admission:
         if rejected.why is core.RejectReason.FULL:
             return RefusedError(
                 Code.QUEUE_FULL,
-                f"{settings.max_in_flight} requests are being served and {settings.queue} wait; try again shortly",
+                f"{settings.max_in_flight} requests are being served (max_in_flight) and {settings.queue} wait; "
+                "try again shortly",
                 retry_after=rejected.wait,
             )
         whose = "the client's own timeout of " if waiting.is_own else ""
         return RefusedError(
             Code.DEADLINE_EXCEEDED,
             f"the request was not admitted within {whose}{waiting.seconds:g} s; "
-            f"{settings.max_in_flight} requests are being served",
+            f"{settings.max_in_flight} requests are being served (max_in_flight)",
             retry_after=None if waiting.is_own else rejected.wait,
             retryable=False if waiting.is_own else None,
         )

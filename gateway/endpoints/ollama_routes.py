@@ -32,7 +32,7 @@ _CAPABILITIES: Mapping[str, str] = {
     "vision": "vision",
     "embeddings": "embedding",
 }
-"""Ollama's capability by the one of a local model."""
+"""Ollama's name for each capability of a local model."""
 
 
 class ShowRequest(BaseModel):

@@ -152,7 +152,7 @@ class _Counting:
             async with asyncio.timeout(seconds):
                 count = await self._count(candidate, seconds)
         except TimeoutError:
-            message = f"silent for {seconds:.3g} s"
+            message = f"no response within {seconds:.3g} s"
         except UpstreamError as error:
             if error.status is not None and error.status in (400, 413, 422):
                 raise PassedOnError(error, error.status, error.param) from error

@@ -1,7 +1,7 @@
-"""Decides on which node a model is loaded that no usable node has loaded.
+"""Chooses the node for a model that is not loaded on any usable node.
 
-The load itself, which the request causes there, reserves the memory. A node that refuses it is excluded by the request,
-which then chooses again.
+The request then causes the load there, which reserves the memory. If the node refuses it, the request excludes this
+node and chooses again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ColdPlacement:
                 known, key=lambda one: (one[0], _loaded_models(one[1]), table.node_load(one[1].name), self._draw())
             )
             self._note(model, best[1].name)
-            log.info("loading %s on node %s, by the plans of %d nodes", model, best[1].name, len(known))
+            log.info("loading %s on node %s: the best of %d plans", model, best[1].name, len(known))
 
     def _note(self, model: str, node: str) -> None:
         now = self._clock()
@@ -111,7 +111,7 @@ async def _loaded(model: str, view: FleetView, seconds: float) -> str | None:
 
 
 def _loaded_models(node: Node) -> int:
-    """The number of models that `node` has loaded: with equal plans models are spread."""
+    """The number of models that `node` has loaded. Of equal plans the node with the fewest models is chosen."""
     return sum(status.state in PRESENT for status in node.view.models.values())
 
 

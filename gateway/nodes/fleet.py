@@ -20,7 +20,7 @@ ONLY = ""
 
 
 class Member(NamedTuple):
-    """A node of the membership: what makes it another one when it changes."""
+    """The address and credentials of a node. A node whose `Member` changes is replaced."""
 
     url: str
     token: str | None
@@ -55,14 +55,14 @@ class Fleet:
 
     @property
     def view(self) -> FleetView | InferenceView:
-        """The models of all nodes; that of the only service is its own."""
+        """The models of all nodes, or of the only service."""
         return self._view
 
     def use(self, members: Mapping[str, Member], *, is_final: bool) -> Change:
         """Makes `members` the membership. Unchanged nodes are kept.
 
-        Without `is_final` a node that is missing stays in use until it is silent: the source of the membership may
-        have lost it. A node of the only service and one of several are never used together.
+        A missing node is removed at once if `is_final`. Otherwise it stays in use until it is silent, because the
+        source of the membership may be wrong. A change between the only service and several nodes is always final.
         """
         kept: dict[str, Node] = {}
         for name, node in self.nodes.items():
@@ -99,7 +99,7 @@ class Fleet:
         }
         any_other = next((node for node in self.nodes.values() if node.view.reachable), None)
         node = min(waits, key=waits.__getitem__) if waits else any_other
-        return _nobody if node is None else node.provider.post_json
+        return _no_service if node is None else node.provider.post_json
 
     def _replace(self, nodes: dict[str, Node]) -> Change:
         before, self.nodes = self.nodes, nodes
@@ -122,5 +122,5 @@ def _is_silent(node: Node) -> bool:
     return node.view.age > SILENCE_SECONDS
 
 
-async def _nobody(path: str, body: bytes, seconds: float) -> Any:
+async def _no_service(path: str, body: bytes, seconds: float) -> Any:
     raise UpstreamError(UpstreamKind.CONNECT, f"POST {path}: no inference service answers")

@@ -17,7 +17,7 @@ REFRESH_SECONDS = 0.25
 
 MERGE_SECONDS = 0.25
 FEW_NODES = 32
-"""The status of a model on more nodes is merged at most once in MERGE_SECONDS. No choice of a node reads it."""
+"""The status of a model on more nodes is merged at most once in MERGE_SECONDS. It is not used to choose a node."""
 
 
 class FleetView:

@@ -22,7 +22,7 @@ MARGIN_SHARE = 0.1
 
 LOAD_BOUND = 1.2
 LOAD_SLACK = 3.0
-"""The most load of a node, as a multiple of the mean and in requests above it, while another one has a free place
+"""The most load of a node, as a multiple of the mean and in requests above it, while another one has a free slot
 (consistent hashing with bounded loads, https://arxiv.org/abs/1608.01350)."""
 
 ASSUMED_TOKENS_PER_SECOND = 2000.0
@@ -42,7 +42,7 @@ class NodeFacts(NamedTuple):
     `excluded`: why this request must not use the node (policy, an attempt there failed). `listed`: whether the node has
     the model. `breaker_open_for` and `queue_full_for`: seconds until that is over. `fit_in`: seconds until the model
     may fit. `likely_failure`: a reason to use the node only if no other is left. `in_flight`: requests for the model
-    there, by the last report and by what this gateway has sent; `parallel`: its places. `node_load`:
+    there, by the last report and by what this gateway has sent; `parallel`: its slots. `node_load`:
     requests for all models there, per device. `cached_tokens`: tokens of the prompt that are expected in a KV cache of
     the node.
     """
@@ -86,12 +86,12 @@ class NodeFacts(NamedTuple):
 
     @property
     def load(self) -> float:
-        """Requests per place."""
+        """Requests per slot."""
         return self.in_flight / max(1, self.parallel)
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Smaller is better among nodes with equal scores: a free place, then the load of all models, then of this."""
+        """Smaller is better among nodes with equal scores: a free slot, then the load of all models, then of this."""
         return max(1.0, self.load), self.node_load, self.load
 
     @property
@@ -179,10 +179,10 @@ def load_bound(mean: float) -> float:
 
 
 def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
-    """`nodes` without those with much more load than the mean, while one with the model loaded has a free place.
+    """`nodes` without those with much more load than the mean, while one with the model loaded has a free slot.
 
-    The means are those of the nodes with the model loaded: of its requests per place, which does not leave out nodes
-    with a free place, and of the requests for all models.
+    The means are those of the nodes with the model loaded: of its requests per slot, which does not leave out nodes
+    with a free slot, and of the requests for all models.
     """
     loaded = [node for node in nodes if node.is_loaded]
     if all(node.load >= 1 for node in loaded):
@@ -195,7 +195,7 @@ def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 # --- score and pick ---------------------------------------------------------------------------------------------------
 def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds, *, trusts_rates: bool) -> list[float]:
-    """The predicted time to first token on each node, in seconds. A node with a free place has no queue."""
+    """The predicted time to first token on each node, in seconds. A node with a free slot has no queue."""
     speeds = [node.speed for node in nodes]
     load = _median([speed.load_seconds for speed in speeds if speed.load_seconds], ASSUMED_LOAD_SECONDS)
     queue = _median([speed.queue_seconds for speed in speeds if speed.queue_seconds is not None], 0.0)

@@ -1,6 +1,6 @@
 """Which models need another copy on another node, and where.
 
-A model gets a copy when it has fewer than its `replicas`, when most places of its copies are in use, or when all of
+A model gets a copy when it has fewer than its `replicas`, when most slots of its copies are in use, or when all of
 its copies are on busy nodes. Copies are only added: a node unloads an idle model by itself, except for those that are
 `kept`, which are used often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time (with
 many copies an eighth more), and a copy for load evicts nothing, so that copies do not displace each other.
@@ -19,13 +19,13 @@ from gateway.nodes.plan_cost import plan_cost
 from inference.protocol import ModelState
 
 HOLD_SECONDS = 15.0
-"""How long a need must last. Nodes that restart are back earlier."""
+"""How long a need must last. It is longer than the restart of a node, which causes no copies."""
 REST_SECONDS = 10.0
 """The shortest time between two copies of a model, so that the second is a decision about the effect of the first."""
 REFUSED_SECONDS = 60.0
 """How long a node without room for a model is not asked again."""
 FULL = 0.6
-"""The share of its places from which a model gets another copy: above it, a conversation often finds the node with its
+"""The share of its slots from which a model gets another copy: above it, a conversation often finds the node with its
 prefix full."""
 GROWTH = 0.125
 """The share of its copies that a model gets at a time, at least one."""
@@ -136,24 +136,24 @@ def protected(table: NodeTable, replicas: Mapping[str, int]) -> dict[str, set[st
 
 
 class _Usage(NamedTuple):
-    """The copies of a model on nodes that answer: requests, places, and how many copies are being loaded."""
+    """The copies of a model on nodes that answer: requests, slots, and how many copies are being loaded."""
 
     nodes: tuple[str, ...]
     in_flight: int
-    places: int
+    slots: int
     loading: int
 
     @property
     def full(self) -> str | None:
         """Why the model needs copies for more requests; None while as many as allowed are loaded."""
-        if self.in_flight <= max(1, FULL * self.places) or self.loading >= self._most_loading:
+        if self.in_flight <= max(1, FULL * self.slots) or self.loading >= self._most_loading:
             return None
-        return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.places} places"
+        return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.slots} slots"
 
     @property
     def more(self) -> int:
         """How many copies to load now: no more than are needed for the requests."""
-        needed = math.ceil(self.in_flight * len(self.nodes) / (FULL * self.places)) - len(self.nodes)
+        needed = math.ceil(self.in_flight * len(self.nodes) / (FULL * self.slots)) - len(self.nodes)
         return max(1, min(needed, self._most_loading - self.loading))
 
     @property
@@ -202,7 +202,9 @@ class _Fleet:
         if not usage.in_flight or any(self._table.node_load(node) <= self._bound for node in usage.nodes):
             return None
         count, bound = len(usage.nodes), self._bound
-        return f"its {count} nodes have over {bound:.1f} requests; the mean is {self._mean_load:.1f}"
+        return (
+            f"each of its {count} nodes has over {bound:.1f} requests; the mean of all nodes is {self._mean_load:.1f}"
+        )
 
     def targets(self, model: str, is_missing: bool) -> list[str]:
         """The nodes for another copy, the best first; for load only nodes without more load than the mean."""

@@ -62,7 +62,7 @@ class Rebalancer:
                 if (found := nodes()) is not None:
                     await self._step(found)
             except Exception:
-                log.exception("models could not be divided among the nodes")
+                log.exception("internal error in the rebalancing of models among the nodes; trying again")
 
     async def _step(self, found: Nodes) -> None:
         if (lease := await self._hold_lease()) is None:

@@ -173,7 +173,8 @@ class Attempt:
         if isinstance(error, asyncio.CancelledError):
             return Observation(self._state.cancel_reason()), "cancelled"
         log.error(
-            "request %s: the attempt at %s failed: defect in the gateway", self._state.record.id, self.candidate.place,
+            "request %s: the attempt at %s failed: internal error of the gateway",
+            self._state.record.id, self.candidate.place,
             exc_info=error,
         )  # fmt: skip
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"

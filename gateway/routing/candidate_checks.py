@@ -67,11 +67,11 @@ def is_alternative(context_length: int | None, to: int) -> bool:
 def too_long(candidate: Candidate, prompt_tokens: int, max_tokens: int | None, context_length: int) -> Dropped:
     """The reason for a prompt that leaves no room for an answer, or for a `max_tokens` beyond the whole context."""
     if prompt_tokens >= context_length:
-        message = f"the prompt has {prompt_tokens} tokens, and its context holds {context_length}"
+        message = f"the prompt has {prompt_tokens} tokens, and the model's context holds {context_length}"
         param = None
     else:
         message = (
-            f"max_tokens is {max_tokens}, and its context holds {context_length} tokens, prompt and answer together"
+            f"max_tokens is {max_tokens}, and the model's context holds {context_length} tokens of prompt and answer"
         )
         param = "max_tokens"
     details = {"context_length": context_length, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
@@ -81,7 +81,7 @@ def too_long(candidate: Candidate, prompt_tokens: int, max_tokens: int | None, c
 def little_room(candidate: Candidate, prompt_tokens: int, max_tokens: int, context_length: int, to: str) -> Dropped:
     """The reason to defer: the prompt fits but the answer may not, and candidate `to` has room for both."""
     message = f"{prompt_tokens} tokens and max_tokens of {max_tokens} exceed its context of {context_length}"
-    return Dropped(candidate, Drop.ROOM, f"{message}; {to} holds both and is tried first")
+    return Dropped(candidate, Drop.ROOM, f"{message}; the context of {to} holds both and is tried first")
 
 
 # --- time to first token ----------------------------------------------------------------------------------------------
@@ -169,9 +169,11 @@ def deferral(
 def too_slow(expected: Prediction, allowed: Allowed) -> str | None:
     """Why an attempt would exceed `allowed`, with both numbers; None when it may be in time."""
     if expected.wait_seconds > allowed.wait_seconds:
-        return f"{expected}, and a tier before the last may keep it waiting {_seconds(allowed.wait_seconds)}"
+        return (
+            f"{expected}, and a candidate before the last may keep a request waiting {_seconds(allowed.wait_seconds)}"
+        )
     if expected.seconds > allowed.first_token_seconds:
-        return f"{expected}, and {_seconds(max(0.0, allowed.first_token_seconds))} are left"
+        return f"{expected}, and the deadline for it is in {_seconds(max(0.0, allowed.first_token_seconds))}"
     return None
 
 

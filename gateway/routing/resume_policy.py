@@ -122,8 +122,8 @@ def resume_order(
     """The candidates that may resume, in order: the same local model, other local models, clouds, each group in the
     order of the chain.
 
-    A candidate that refused is left out, as is a cloud in `stalled`, which sent only keep-alives until its deadline
-    and would probably do so again. Without content in `partial` every cloud may start a new answer.
+    A candidate that rejected the request is left out. So is a cloud in `stalled`, which sent only keep-alives until
+    its deadline and would probably do so again. Without content in `partial` every cloud may start a new answer.
     """
     found = [other for other in candidates if why_excluded(other, broken, verdict, policy, partial, stalled) is None]
     return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))
@@ -139,7 +139,7 @@ def why_excluded(
 ) -> str | None:
     """Why `candidate` may not resume; None when it may."""
     if candidate == broken and not isinstance(verdict, Failure):
-        return "it refused"
+        return "it rejected the request"
     if candidate.is_local:
         return None
     if candidate in stalled:

@@ -123,7 +123,7 @@ class UsageWriter:
             try:
                 texts = self._redact(body.request), self._redact(body.answer)
             except Exception:
-                log.exception("the bodies of request %s are not stored: defect in the gateway", body.id)
+                log.exception("internal error: the bodies of request %s are not stored", body.id)
                 self._captures.remove(body)
             else:
                 found.append(body._replace(request=texts[0], answer=texts[1]))
@@ -159,4 +159,4 @@ class UsageWriter:
         try:
             self.flush()
         except Exception:
-            log.exception("usage could not be stored: defect in the gateway")
+            log.exception("internal error: usage could not be stored")

@@ -275,7 +275,7 @@ def test_listeners_with_other_arguments_are_not_the_service(name: str) -> None:
         chaos.service_pid(f"http://127.0.0.1:{port}", name)
 
 
-def test_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_gateway_to_kill_is_found_by_its_port(serve: Any, monkeypatch: Any, capsys: Any) -> None:
     serve([*SIMULATED, CPU])
     with _listener("gateway") as (process, port):
         monkeypatch.setenv("GATEWAY_PORT", str(port))

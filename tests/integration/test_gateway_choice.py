@@ -76,7 +76,7 @@ async def test_prompt_too_long_for_the_first_candidate_goes_to_a_larger_context_
     assert (record["needs"], record["max_tokens"]) == (["chat"], None)
     assert record["size_bytes"] > len(LONG)
     assert record["considered"]["local/demo"]["context_length"] == 1000
-    assert "1200 tokens, and its context holds 1000" in record["dropped"]["local/demo"]
+    assert "1200 tokens, and the model's context holds 1000" in record["dropped"]["local/demo"]
     assert record["considered"]["local/demo"]["prompt_tokens"] == 1200
     assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits in any case"
     assert [body["model"] for body in fake.counted] == ["demo"]
@@ -257,7 +257,7 @@ async def test_candidate_is_deferred_when_its_predicted_wait_is_too_long(cloudy:
     assert answer.headers["x-headgate-reason"] == "predicted_too_slow"
     record = await _explained(cloudy, answer)
     assert "25 s to load" in record["dropped"]["local/demo"]
-    assert "may keep it waiting 20 s" in record["dropped"]["local/demo"]
+    assert "may keep a request waiting 20 s" in record["dropped"]["local/demo"]
     assert record["considered"]["local/demo"]["expected_seconds"] == 25
     assert fake.seen == []
     assert (await cloudy.breaker("local/demo"))["failures"] == 0

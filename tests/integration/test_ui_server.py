@@ -273,7 +273,7 @@ async def test_page_that_reads_too_slowly_gets_a_new_snapshot(
     feed.add_entry(entry)
 
 
-async def test_nothing_runs_without_an_open_page(gateway: Gateway, fake: FakeInference) -> None:
+async def test_live_tasks_run_only_while_a_page_is_open(gateway: Gateway, fake: FakeInference) -> None:
     def names() -> set[str]:
         return {task.get_name() for task in asyncio.all_tasks()} & {"live-feed", "live-figures"}
 

@@ -102,7 +102,7 @@ async def test_unreadable_chunk_ends_the_stream_with_an_error_event(
         answer = await gateway.client.post(path, json=body)
     assert answer.status_code == 200
     assert ending in answer.text and "internal error of the gateway" in answer.text
-    assert "defect in the gateway" in caplog.text
+    assert "internal error of the gateway" in caplog.text
 
 
 SCORED = TokenLogprob(b"b", -0.5, ((b"b", -0.5), (b"\xc3", -1.0)), 0)

@@ -136,7 +136,7 @@ def _chunked(body: bytes) -> bytes:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_parsing_a_stream_does_not_depend_on_the_reads(sizes: list[int]) -> None:
+def test_stream_split_at_any_byte_is_parsed_alike(sizes: list[int]) -> None:
     """Text, end and usage are found, and the time of a text is that of its last byte."""
     raw = HEAD + b"".join(map(_chunked, FRAMES)) + b"0\r\n\r\n"
     pieces = []

@@ -749,7 +749,7 @@ def test_unsupported_effort_becomes_the_next_higher_one_of_the_model(
     rules.openai_chat(body, flavor)
 
 
-def test_sampling_is_left_out_for_models_without_the_effort_none() -> None:
+def test_sampling_is_left_out_for_models_that_always_reason() -> None:
     body = {"messages": [user()], "reasoning_effort": "none", "temperature": 0}
     assert "temperature" in to_openai(Endpoint.CHAT, body, "gpt-5.2", Flavor.OPENAI)
     for model in ("gpt-5.2-pro", "gpt-5.2-codex", "gpt-5.2-chat-latest"):

@@ -73,13 +73,15 @@ def test_larger_or_unknown_contexts_are_alternatives() -> None:
 def test_reasons_contain_the_numbers() -> None:
     prompt = too_long(LOCAL, 120, 30, 100)
     assert (prompt.drop, prompt.param) == (Drop.CONTEXT, None)
-    assert prompt.message == "the prompt has 120 tokens, and its context holds 100"
+    assert prompt.message == "the prompt has 120 tokens, and the model's context holds 100"
     assert prompt.details == {"context_length": 100, "prompt_tokens": 120, "max_tokens": 30}
     answer = too_long(LOCAL, 20, 130, 100)
     assert (answer.param, "max_tokens is 130" in answer.message) == ("max_tokens", True)
     narrow = little_room(LOCAL, 80, 30, 100, "local/b")
     assert narrow.drop is Drop.ROOM
-    assert "80 tokens and max_tokens of 30 exceed its context of 100; local/b holds both" in narrow.message
+    assert (
+        "80 tokens and max_tokens of 30 exceed its context of 100; the context of local/b holds both" in narrow.message
+    )
 
 
 def test_token_estimate_is_low() -> None:

@@ -132,7 +132,7 @@ def test_cloud_that_sent_only_keep_alives_is_not_tried_again() -> None:
 
 
 def test_excluded_candidates_have_a_reason() -> None:
-    assert why_excluded(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == "it refused"
+    assert why_excluded(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", PARTIAL) == "it rejected the request"
     assert why_excluded(GPT, CLAUDE, BROKE, "any", PARTIAL, {GPT}) == "it sent only keep-alives"
     assert why_excluded(GPT, DEMO, BROKE, "local", PARTIAL) == "the route has resume: local"
     assert [why_excluded(candidate, DEMO, BROKE, "any", PARTIAL) for candidate in CHAIN] == [None] * 4
@@ -308,7 +308,7 @@ def test_signed_thinking_without_text_is_not_resumable(blocks: list[Any], behind
         (chunk("x" * (MAX_CHARACTERS + 1)), "too_long"),
     ],
 )
-def test_obstacles_are_distinguished(frame: Data, reason: str) -> None:
+def test_reason_against_resuming_depends_on_the_frame(frame: Data, reason: str) -> None:
     found = kept(chunk("x"), frame, chunk("y"))
     assert found.partial.is_empty
     assert (found.obstacle, found.has_begun) == (reason, True)

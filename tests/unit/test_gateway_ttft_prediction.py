@@ -33,9 +33,9 @@ def test_unknown_parts_count_as_zero() -> None:
 
 
 def test_wait_and_first_token_have_separate_limits() -> None:
-    assert too_slow(COLD, ALLOWED) == f"{COLD}, and a tier before the last may keep it waiting 60 s"
-    assert too_slow(COLD, Allowed(120.0, 99.0)) == f"{COLD}, and 99 s are left"
-    assert too_slow(COLD, Allowed(120.0, -1.0)) == f"{COLD}, and 0 s are left"
+    assert too_slow(COLD, ALLOWED) == f"{COLD}, and a candidate before the last may keep a request waiting 60 s"
+    assert too_slow(COLD, Allowed(120.0, 99.0)) == f"{COLD}, and the deadline for it is in 99 s"
+    assert too_slow(COLD, Allowed(120.0, -1.0)) == f"{COLD}, and the deadline for it is in 0 s"
     assert too_slow(COLD, Allowed(120.0, 100.0)) is None
 
 

@@ -68,7 +68,7 @@ def test_kept_models_are_spread() -> None:
 
 def test_a_model_whose_places_are_used_gets_a_copy_on_a_node_without_more_load() -> None:
     (copy,) = settled(table_of({"a": READY, "b": COLD}, in_flight=3), {}).copies
-    assert copy == Copy("m", "its 1 nodes have 3 requests for 4 places", ("b",), False)
+    assert copy == Copy("m", "its 1 nodes have 3 requests for 4 slots", ("b",), False)
     assert settled(table_of({"a": READY, "b": COLD}, in_flight=2), {}).copies == ()
     assert settled(table_of({"a": READY, "b": COLD}, in_flight=1, parallel=1), {}).copies == ()
     assert settled(table_of({"a": READY, "b": LOADING, "c": COLD}, in_flight=9), {}).copies == ()
@@ -81,7 +81,7 @@ def test_a_model_on_busy_nodes_gets_a_copy_on_another() -> None:
     table = table_of({"a": READY, "b": COLD}, in_flight=1)
     table.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
     (copy,) = settled(table, {}).copies
-    assert copy == Copy("m", "its 1 nodes have over 9.0 requests; the mean is 6.0", ("b",), False)
+    assert copy == Copy("m", "each of its 1 nodes has over 9.0 requests; the mean of all nodes is 6.0", ("b",), False)
     idle = table_of({"a": READY, "b": COLD})
     idle.update_model("a", ModelStatus("other", READY, in_flight=11, parallel=32))
     assert settled(idle, {}).copies == ()

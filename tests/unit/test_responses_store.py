@@ -94,7 +94,7 @@ def test_deleted_response_leaves_the_items_of_earlier_ones() -> None:
     assert store.find_by_item("a", "msg_1", 1.0) is None
 
 
-def test_copy_of_another_gateway_keeps_its_end() -> None:
+def test_response_copied_from_another_gateway_keeps_its_expiry() -> None:
     store = Store(100, 60.0)
     store.put("a", "r1", b"{}", b"[1]", 10.0, until=15.0)
     assert store.get("a", "r1", 14.9) is not None
