@@ -24,7 +24,7 @@ from headgate.shared.state_directory import load_environ
 from headgate.supervisor import Child, RestartDelays, Supervisor, describe, headgate_argv
 
 POLL_SECONDS = 0.25
-"""Interval at which the process is looked at; without a request while it is ready."""
+"""Interval of checks of the process. A process that is ready gets no health requests."""
 HEALTH_SECONDS = 3.0
 RETRY_SECONDS = 30.0
 """Delay after a start that failed with a usage error: configuration files can be corrected in the meantime."""
@@ -154,7 +154,7 @@ def health(url: str, environ: Mapping[str, str], pid: int) -> dict[str, Any] | N
             body = error.read()
         found = json.loads(body)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        # It ends a connection whose certificate it does not trust, and so it listens.
+        # A service that rejects this certificate ends the connection, which shows that it listens.
         refusal = error.reason if isinstance(error, urllib.error.URLError) else error
         if not (url.startswith("https:") and isinstance(refusal, ssl.SSLError | ConnectionResetError)):
             return None

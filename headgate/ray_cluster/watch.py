@@ -1,7 +1,7 @@
 """`python -m headgate.ray_cluster.watch [ADDRESS]`: prints the membership of a Ray cluster, one JSON line per change.
 
 The gateway starts it. It ends with status 0 when its stdin is closed, with its parent (HEADGATE_PARENT), or with an
-error when the cluster cannot be used. While the controller is away it prints nothing: the last line stays valid.
+error when the cluster cannot be used. While the controller does not answer, the last line stays valid.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headgate.ray_cluster.cluster_errors import ClusterError, NoClusterError
 from headgate.shared.child_process import die_with_parent
 from headgate.shared.errors import HeadgateError
 
-QUESTION_SECONDS = 20.0
-"""How long the controller keeps a question for the next change."""
+LONG_POLL_SECONDS = 20.0
+"""How long the controller waits for a change before it answers."""
 RETRY_SECONDS = 1.0
 
 
@@ -47,19 +47,19 @@ def _end_with_stdin() -> None:
 def _follow(out: TextIO) -> None:
     """Prints changes. Ends only with the process."""
     seen: Any = None
-    complaint = ""
+    problem = ""
     while True:
         try:
             members = cluster.answer(
-                cluster.controller().membership.remote(seen, QUESTION_SECONDS), 2 * QUESTION_SECONDS
+                cluster.controller().membership.remote(seen, LONG_POLL_SECONDS), 2 * LONG_POLL_SECONDS
             )
         except (ClusterError, NoClusterError) as error:
-            if str(error) != complaint:
-                complaint = str(error)
-                sys.stderr.write(f"{complaint}; the last membership stays\n")
+            if str(error) != problem:
+                problem = str(error)
+                sys.stderr.write(f"{problem}; the last list of nodes stays in use\n")
             time.sleep(RETRY_SECONDS)
             continue
-        complaint = ""
+        problem = ""
         if members is not None and members != seen:
             out.write(json.dumps({"nodes": members}) + "\n")
             out.flush()
