@@ -85,20 +85,7 @@ def engines_of(
         scales = "embeddings" in loaded.facts.capabilities
         queue = grant.queue_limit
         return None, Embedder(context, queue, courier.deliver, on_fatal, scales=scales)
-    limits = Limits(
-        slots=context.n_slots,
-        context=loaded.facts.context_length,
-        batch=context.n_batch,
-        queue=grant.queue_limit,
-        can_trim=context.can_trim,
-        outputs=context.n_outputs,
-        copied=context.worth_copying,
-        window=context.window,
-        window_cells=context.window_cells,
-        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
-        prefetched=PREFETCHED if grant.kv.prefetch else 0,
-        cells=context.cells,
-    )
+    limits = limits_of(loaded, grant)
 
     def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
         mask = None if constraint is None else constraint.start()  # before there is anything to free
@@ -114,10 +101,29 @@ def engines_of(
         courier.deliver,
         on_fatal,
         store=store,
-        threshold=grant.kv.threshold,
         speculation=speculation_of(grant, limits, loaded.draft),
     )
     return engine, None
+
+
+def limits_of(loaded: Loaded, grant: Grant) -> Limits:
+    """The sizes of the engine of a generating model."""
+    context = loaded.context
+    return Limits(
+        slots=context.n_slots,
+        context=loaded.facts.context_length,
+        batch=context.n_batch,
+        queue=grant.queue_limit,
+        can_trim=context.can_trim,
+        outputs=context.n_outputs,
+        copied=context.worth_copying,
+        window=context.window,
+        window_cells=context.window_cells,
+        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
+        prefetched=PREFETCHED if grant.kv.prefetch else 0,
+        threshold=grant.kv.threshold,
+        cells=context.cells,
+    )
 
 
 def speculation_of(

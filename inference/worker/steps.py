@@ -49,6 +49,7 @@ class Limits:
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
     `copied`: the minimum number of tokens that are copied from another slot instead of computed.
     `prefetched`: the maximum number of waiting jobs, beyond those that get a slot, whose sequences are read from disk.
+    `threshold`: the share of slots in use from which on retained sequences are stored while others run.
     `window`: tokens that sliding-window layers attend to; 0 if all layers keep all tokens. `window_cells`: cells of a
     slot in these layers. `checkpoints`: the most checkpoints of a slot, at least `checkpoint_gap` tokens apart and in a
     prompt at most `checkpoint_tokens`.
@@ -68,6 +69,7 @@ class Limits:
     checkpoint_gap: int = 16
     """Computing so few tokens again costs less than a checkpoint."""
     prefetched: int = 0
+    threshold: float = 1.0
     cells: int = 0
     answer_cells: int = 32
     """Cells of a pool that are kept for the answer of each job when a further job gets a slot."""

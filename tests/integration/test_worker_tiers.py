@@ -12,10 +12,12 @@ import pytest
 
 from headgate.shared.kv_hint import KvHint
 from headgate.shared.parameters import Sampling
+from inference.worker.assembly import limits_of
 from inference.worker.steps import Checkpoint, Row, StoredSequence
 from inference.worker_link import KvTiers
 from tests.rigs import tiny_families
 from tests.rigs.engine_rig import EngineRig, engine_rig
+from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 FAMILIES = ("gqa", "window", "hybrid", "recurrent")
@@ -52,7 +54,7 @@ def until(rig: EngineRig, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 def test_conversation_that_lost_its_slot_is_restored(name: str, kv_type: str) -> None:
     """Five conversations on two slots: each prompt is computed once, and the answers stay the same."""
     with engine_rig(family(name), parallel=2, checkpoint_bytes=2**26, kv_type=kv_type, kv=RAM) as rig:
@@ -82,6 +84,17 @@ def test_conversation_comes_back_from_disk(name: str, tmp_path: Path) -> None:
             text, computed = ask(rig, prompt(seed))
             assert text == first[seed][0]
             assert computed <= 1 + ANSWER, "it was read from disk"
+
+
+def test_settings_of_the_tiers_are_limits_of_the_engine() -> None:
+    """`test_worker_sequence_transfers.py` and `test_worker_slots.py` show what these limits do."""
+    with engine_rig(family("gqa")) as rig:
+        chosen, usual = (
+            limits_of(rig.loaded, grant_for(family("gqa"), kv=tiers))
+            for tiers in (KvTiers(threshold=0.25, prefetch=False), KvTiers())
+        )
+    assert (chosen.threshold, chosen.prefetched) == (0.25, 0)
+    assert (usual.threshold, usual.prefetched) == (0.9, 8)
 
 
 def test_sequences_of_another_tenant_are_not_restored() -> None:
@@ -135,8 +148,9 @@ def test_streams_wait_for_one_transfer_at_most_between_two_steps(monkeypatch: py
     A transfer copies one sequence: its state, its tokens, and nothing else.
     """
     luck, now = random.Random(0), [0.0]
-    changes = {"parallel": 6, "context_length": 400, "kv_cells": 500, "batch": 32, "ubatch": 32, "kv": RAM}
-    with engine_rig(family("gqa"), clock=lambda: now[0], threshold=0.3, **changes) as rig:
+    changes = {"parallel": 6, "context_length": 400, "kv_cells": 500, "batch": 32, "ubatch": 32}
+    tiers = KvTiers(ram_bytes=2**28, threshold=0.3)
+    with engine_rig(family("gqa"), clock=lambda: now[0], kv=tiers, **changes) as rig:
         store = rig.store
         assert store is not None
         state_bytes = [store.slot_bytes(slot) for slot in range(6)]

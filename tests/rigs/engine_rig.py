@@ -14,18 +14,16 @@ from headgate.shared.parameters import Sampling
 from inference.file_stamp import fingerprint
 from inference.worker import llama
 from inference.worker.answers.generation import Output
-from inference.worker.assembly import speculation_of
+from inference.worker.assembly import limits_of, speculation_of
 from inference.worker.backend import Constraint
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery
-from inference.worker.kv.checkpoints import most_checkpoints
 from inference.worker.kv.sequence_key import file_keys
 from inference.worker.kv.tiered_store import TieredStore, open_store
 from inference.worker.llama.llama_process import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling import ChainSampler
-from inference.worker.steps import Limits
 from tests.rigs.table_backend import EagerSpeculation
 from tests.rigs.worker_rig import grant_for
 
@@ -94,7 +92,6 @@ def engine_rig(
     path: Path,
     *,
     clock: Callable[[], float] = time.monotonic,
-    threshold: float = 1.0,
     is_eager: bool = False,
     **changes: Any,
 ) -> Iterator[EngineRig]:
@@ -106,20 +103,7 @@ def engine_rig(
     grant = grant_for(path, **changes)
     loaded = load(grant, LogTail(lambda _line: None), lambda _fraction: True)
     model, context = loaded.model, loaded.context
-    limits = Limits(
-        slots=context.n_slots,
-        context=grant.context_length,
-        batch=context.n_batch,
-        queue=grant.queue_limit,
-        can_trim=context.can_trim,
-        outputs=context.n_outputs,
-        copied=context.worth_copying,
-        window=context.window,
-        window_cells=context.window_cells,
-        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
-        prefetched=8,
-        cells=context.cells,
-    )
+    limits = limits_of(loaded, grant)
     has_store = grant.kv.ram_bytes > 0 or grant.kv.directory is not None
     store = open_store(context, grant, file_keys(fingerprint(path)), None, lambda: None) if has_store else None
     delivered: list[Delivery] = []
@@ -130,7 +114,7 @@ def engine_rig(
     speculation = speculation_of(grant, limits, loaded.draft, clock)
     if is_eager and speculation is not None:
         speculation = EagerSpeculation(speculation._source)
-    engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, threshold, speculation)
+    engine = Engine(context, model, sampler, limits, delivered.extend, print, clock, store, speculation)
     try:
         yield EngineRig(loaded, engine, store, delivered)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,19 @@ def test_job_waits_for_its_sequence_on_disk_for_a_while() -> None:
     assert Load in kinds(step.operations)
     assert scheduler.restored(2) == "disk"
     assert scheduler.hits.disk == 1
+
+
+@pytest.mark.parametrize("prefetched", [0, 1])
+def test_sequence_of_a_job_without_a_slot_is_read_ahead_if_prefetching_is_on(prefetched: int) -> None:
+    """The only slot is taken."""
+    catalog = Catalog()
+    scheduler = Scheduler(replace(PLAIN, slots=1, prefetched=prefetched), catalog)
+    scheduler.submit([Job(1, (30, 31))])
+    run(scheduler)
+    scheduler.extend(1, 32)
+    catalog.add(StoredSequence(tokens(*range(10)), "", on_disk=True))
+    scheduler.submit([Job(2, (*range(10), 20)), Job(3, (*range(10), 21))])
+    assert kinds(run(scheduler).operations) == [Fetch] * prefetched
 
 
 @pytest.mark.parametrize("place", ["slot", "memory", "nowhere"])

@@ -100,11 +100,10 @@ class Engine:
         on_fatal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         store: SequenceStore | None = None,
-        threshold: float = 1.0,
         speculation: Speculation | None = None,
     ) -> None:
-        """`store`, `threshold`: see `SequenceTransfers`. `speculation`: None for one token per sequence and step;
-        otherwise the end of a slot can be removed."""
+        """`store`: see `SequenceTransfers`. `speculation`: None for one token per sequence and step; otherwise the end
+        of a slot can be removed."""
         self.counters = EngineCounters(clock)
         self.label_changes: deque[KvLabels] = deque()
         """See `KvLabels`; the reader removes them."""
@@ -114,7 +113,7 @@ class Engine:
         self._deliver = deliver
         self._clock = clock
         self._scheduler = Scheduler(limits, None if store is None else store.catalog)
-        self._transfers = SequenceTransfers(self._scheduler, store, self.counters, clock, threshold)
+        self._transfers = SequenceTransfers(self._scheduler, store, self.counters, clock)
         self._verification = Verification(speculation, self._scheduler, backend, self.counters)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}

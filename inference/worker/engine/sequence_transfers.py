@@ -32,10 +32,7 @@ LOOK_SECONDS = 0.05
 
 
 class SequenceTransfers:
-    """Moves sequences between the slots of `scheduler` and `store`; without a store nothing is moved.
-
-    From the share `threshold` of slots in use on, retained sequences are stored while others run.
-    """
+    """Moves sequences between the slots of `scheduler` and `store`; without a store nothing is moved."""
 
     def __init__(
         self,
@@ -43,13 +40,11 @@ class SequenceTransfers:
         store: SequenceStore | None,
         counters: EngineCounters,
         clock: Callable[[], float],
-        threshold: float,
     ) -> None:
         self.store = store
         self._scheduler = scheduler
         self._counters = counters
         self._clock = clock
-        self._threshold = threshold
         self._idle_since: float | None = clock()
         self._again_at = -math.inf
         self._load_seconds: dict[int, float] = {}
@@ -71,7 +66,8 @@ class SequenceTransfers:
             return
         if any(isinstance(operation, Store | Load) for operation in operations):
             return
-        is_scarce = self._scheduler.occupied >= self._threshold and not self._scheduler.queued
+        scheduler = self._scheduler
+        is_scarce = scheduler.occupied >= scheduler.limits.threshold and not scheduler.queued
         seconds = self._clock() - began if is_scarce and self.store_one() else 0.0
         self._again_at = began + max(LOOK_SECONDS, seconds / AHEAD_SHARE)
 
