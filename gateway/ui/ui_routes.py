@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -195,6 +196,7 @@ def _session(signed: SignedIn) -> dict[str, Any]:
 
 def _key(runtime: Runtime, key: Key) -> dict[str, Any]:
     totals = runtime.traffic.keys.get(key.name)
+    spent = runtime.usage.spent_everywhere(key.name, time.time())
     return {
         "name": key.name,
         "scopes": sorted(key.scopes, reverse=True),
@@ -205,6 +207,9 @@ def _key(runtime: Runtime, key: Key) -> dict[str, Any]:
             "tokens_per_minute": key.limits.tokens_per_minute,
             "concurrent": key.limits.concurrent,
         },
+        "models": list(key.models) or ["all"],
+        "budget_per_month": {"dollars": key.budget.dollars, "tokens": key.budget.tokens},
+        "used_this_month": {"dollars": round(spent.dollars, 4), "tokens": spent.tokens} if key.budget.is_any else None,
     }
 
 

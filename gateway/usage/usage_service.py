@@ -85,14 +85,20 @@ class UsageService:
         if not key.budget.is_any:
             return
         now = time.time()
-        elsewhere = NOTHING if self.shared_budgets is None else self.shared_budgets.elsewhere(key.name, now)
-        exceeded = self._budgets.check(key.name, key.budget, now, elsewhere)
+        exceeded = self._budgets.check(key.name, key.budget, now, self._elsewhere(key.name, now))
         if exceeded is not None:
             raise RefusedError(Code.BUDGET_EXCEEDED, exceeded.message, retry_after=exceeded.seconds)
 
     def spent(self, key: str, now: float) -> Spent:
         """What `key` used at this gateway in the month of `now`."""
         return self._budgets.spent(key, now)
+
+    def spent_everywhere(self, key: str, now: float) -> Spent:
+        """What `key` used at all gateways in the month of `now`, as far as this one knows."""
+        return self.spent(key, now).plus(*self._elsewhere(key, now))
+
+    def _elsewhere(self, key: str, now: float) -> Spent:
+        return NOTHING if self.shared_budgets is None else self.shared_budgets.elsewhere(key, now)
 
     def note(self, record: Record, tier: str) -> None:
         """Stores an ended request; does not block."""

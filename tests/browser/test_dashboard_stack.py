@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from tests.rigs.dashboard_pages import Watched, sign_in
+from tests.rigs.processes import private_env
 from tests.rigs.stack import Stack
 
 LOADED_MS = 30_000
+IDLE_BYTES = 120_000_000
+DEMO = Path(__file__).resolve().parents[2] / "inference" / "demo" / "models" / "demo-mini.gguf"
 
 
 def test_open_page_acts_answers_and_outlives_both_services(watched: Watched, tmp_path: Path) -> None:
     stack = Stack(tmp_path, inference_env={"INFERENCE_DEVICES": "sim:2x600MiB"}).start()
     try:
-        page = sign_in(watched.page(), stack.gateway_url + "/ui/", key=stack.key, view="models")
+        pages = [sign_in(watched.page(), stack.gateway_url + "/ui/", key=stack.key, view="models") for _ in range(2)]
+        page = pages[0]
+        assert _rss_bytes(stack.front.pid) < IDLE_BYTES, "with two pages open"
         _loads_and_moves_a_model(page)
         _answers_in_the_playground(page)
+        _answers_with_an_added_file(page, stack)
         _shows_the_death_of_the_inference_service(page, stack)
         _asks_for_the_key_after_a_restart_of_the_gateway(page, stack)
     finally:
         stack.kill()
+
+
+def _rss_bytes(pid: int) -> int:
+    """Resident memory of a process (Linux)."""
+    status = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1]
+    return int(status.split()[0]) * 1024
+
+
+def _answers_with_an_added_file(page: Any, stack: Stack) -> None:
+    """`make serve` runs; `headgate add FILE` and the key lead to a streamed answer."""
+    file = stack.root / "of-my-own.gguf"
+    shutil.copy(DEMO, file)
+    words = [sys.executable, "-m", "headgate", "add", str(file), "--config-dir", str(stack.config_dir)]
+    port = stack.inference.url.rpartition(":")[2]
+    added = subprocess.run(
+        words, env=private_env(stack.root, {"INFERENCE_PORT": port}), capture_output=True, text=True, timeout=60
+    )
+    assert added.returncode == 0, added.stderr
+    assert "of-my-own fits" in added.stderr
+    page.locator('nav a[href="#/models"]').click()
+    page.get_by_role("row", name="of-my-own cold").wait_for()
+    page.locator('nav a[href="#/playground"]').click()
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_label("Model").select_option("of-my-own")
+    page.get_by_label("Message", exact=True).fill("What is Headgate?")
+    page.keyboard.press("Enter")
+    page.get_by_text("The answer is complete.").wait_for(timeout=LOADED_MS)
+    assert "local/of-my-own" in page.get_by_role("region", name="Response headers").inner_text()
 
 
 def _loads_and_moves_a_model(page: Any) -> None:

@@ -62,6 +62,8 @@ def test_models_show_states_and_figures_and_can_be_filtered_and_sorted(page: Any
     row = table.get_by_role("row", name="demo busy").inner_text()
     for value in ("310 MiB", "318 MiB", "42.5", "182 ms", "1.31 s", "63 %", "311 / 42 / 7"):
         assert value in row
+    header = table.get_by_role("columnheader", name="Prefix hits")
+    assert header.get_attribute("title") == "share of prompts that continued computed tokens"
     assert "loading 40 %" in table.get_by_role("row", name="demo-mini").inner_text()
     table.get_by_role("button", name="Predicted").click()
     assert table.get_by_role("columnheader", name="Predicted").get_attribute("aria-sort") == "ascending"
@@ -115,7 +117,9 @@ def test_timeline_and_log_are_filtered(page: Any, gateway: FakeDashboard) -> Non
 def test_keys_and_usage(page: Any, gateway: FakeDashboard) -> None:
     show(page, "keys")
     page.get_by_text("This gateway does not store usage.").wait_for()
-    assert "requests per minute 60; concurrent 4" in page.get_by_role("table", name="Keys").inner_text()
+    keys = page.get_by_role("table", name="Keys").inner_text()
+    for text in ("requests per minute 60; concurrent 4", "demo, gpt-*", "dollars 20", "dollars 1.250; tokens 3,456"):
+        assert text in keys
     gateway.usage = {"by": ["key"], "rows": [{"key": "ops", "requests": 7, "completion_tokens": 1234567}]}
     page.get_by_role("button", name="Read again").last.click()
     page.get_by_role("table", name="Usage by key").get_by_text("1,234,567").wait_for()
@@ -126,7 +130,7 @@ def test_views_without_data_say_what_to_do(watched: Watched, gateway: FakeDashbo
     page = sign_in(watched.page(), gateway.url)
     assert 'headgate run demo "What is Headgate?"' in show(page, "overview")
     assert "headgate up" in show(page, "memory")
-    assert "config/models.yaml" in show(page, "models")
+    assert "headgate add FILE.gguf" in show(page, "models")
     assert "headgate run demo" in show(page, "breakers")
     assert "headgate run demo" in show(page, "requests")
     assert "Nothing happened yet" in show(page, "timeline")

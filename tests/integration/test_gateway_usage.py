@@ -15,7 +15,8 @@ from gateway.usage.usage_file import NAME, UsageFile
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
-from tests.rigs.gateway_rig import CONFIG, Gateway
+from tests.rigs.gateway_rig import ADMIN, CONFIG, Gateway
+from tests.rigs.page_rig import Page
 from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,6 +107,11 @@ async def test_usage_and_budgets_survive_a_restart_and_a_used_up_budget_is_429(
         assert (await gateway.chat()).status_code == 200, "another key"
         rows = {row["key"]: row for row in await _rows(gateway, "key", 3)}
         assert (rows["team"]["requests"], rows["team"]["errors"]) == (2, 1)
+        async with Page.signed_in(gateway.url, ADMIN) as page:
+            keys = {key["name"]: key for key in (await page.get("/ui/api/keys")).json()["keys"]}
+        assert keys["team"]["budget_per_month"] == {"dollars": None, "tokens": 5}
+        assert (keys["team"]["models"], keys["team"]["used_this_month"]["tokens"] > 5) == (["all"], True)
+        assert keys["GATEWAY_API_KEY"]["used_this_month"] is None, "it has no budget"
 
 
 async def test_key_may_use_its_models_only(tmp_path: Path, fake: FakeInference) -> None:

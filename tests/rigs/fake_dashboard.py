@@ -254,8 +254,13 @@ class FakeDashboard:
 
     async def _keys(self, request: web.Request) -> web.Response:
         limits = {"requests_per_minute": 60, "tokens_per_minute": None, "concurrent": 4}
+        budget = {
+            "models": ["demo", "gpt-*"],
+            "budget_per_month": {"dollars": 20, "tokens": None},
+            "used_this_month": {"dollars": 1.25, "tokens": 3456},
+        }
         rows = [
-            {"name": name, "scopes": scopes, "requests": 12, "tokens": 3456, "limits": limits}
+            {"name": name, "scopes": scopes, "requests": 12, "tokens": 3456, "limits": limits, **budget}
             for name, scopes in KEYS.values()
         ]
         return web.json_response({"keys": rows})

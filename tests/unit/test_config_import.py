@@ -86,6 +86,7 @@ litellm_settings:
   default_fallbacks: [groq]
 router_settings:
   allowed_fails: 3
+  redis_host: os.environ/REDIS_HOST
   cooldown_time: 60
   model_group_alias: {short: gpt, long: {model: claude, hidden: true}, bad: absent}
 general_settings: {master_key: sk-1234, database_url: "postgresql://x"}
@@ -194,6 +195,7 @@ def test_litellm_routes_fallbacks_aliases_and_keys() -> None:
     report = left(found)
     assert "anthropic/*" not in chains
     assert report["general_settings.database_url"] == "keys are in a file: headgate key create NAME"
+    assert report["router_settings.redis_host"].startswith("`state: redis://")
     assert {"fallbacks: gpt -> gone", "fallbacks of absent", "model_group_alias.bad", "guardrails", "large: rpm",
             "environment_variables", "litellm_settings.num_retries", "model_list[11] bed",
             "a second openai/gpt-5 of large"} <= {key.removeprefix("model_list[3] ") for key in report}  # fmt: skip

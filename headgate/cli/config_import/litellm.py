@@ -63,7 +63,7 @@ _ADVICE = {
     "tpm": "limits apply to keys, not to providers",
     "drop_params": "unsupported parameters are always adapted",
     "routing_strategy": "a chain is tried in its order",
-    "redis_host": "limits and breakers belong to one process",
+    "redis_host": "`state: redis://HOST:PORT/0` shares breakers, limits and budgets between gateways",
     "database_url": "keys are in a file: headgate key create NAME",
     "telemetry": "there is none",
     "cache": "answers are not cached",

@@ -60,7 +60,7 @@ const COLUMNS = [
   number("rate", "Tokens/s", (model) => rate(speed(model)), speed),
   number("p50", "TTFT p50", (model) => duration(figure(model, "ttft_p50")), (model) => figure(model, "ttft_p50"), "time to first token, median of the last five minutes"),
   number("p99", "TTFT p99", (model) => duration(figure(model, "ttft_p99")), (model) => figure(model, "ttft_p99"), "time to first token, 99th percentile of the last five minutes"),
-  number("prefix", "Prefix hits", (model) => percent(figure(model, "prefix_hit_ratio")), (model) => figure(model, "prefix_hit_ratio"), "share of prompt tokens that were not computed again"),
+  number("prefix", "Prefix hits", (model) => percent(figure(model, "prefix_hit_ratio")), (model) => figure(model, "prefix_hit_ratio"), "share of prompts that continued computed tokens"),
   number("kv", "KV hits", (model) => kvHits(model.figures), null, "prompts continued from slots / host memory / disk"),
   number("idle", "Leaves", (model) => (missing(model.idle_until) ? "–" : html`<${Until} at=${model.idle_until} />`), (model) => model.idle_until, "when it is unloaded or offloaded if it stays idle"),
   { key: "actions", label: "Actions", style: "actions", cell: (model, context) => html`<${Buttons} model=${model} context=${context} />` },
@@ -73,8 +73,8 @@ const OF_NODE = {
 const [OF_ID, OF_STATE, ...FURTHER] = COLUMNS;
 const WITH_NODE = [OF_ID, OF_STATE, OF_NODE, ...FURTHER];
 
-const NO_MODELS = html`No models yet. Add one to <code>config/models.yaml</code>, then apply the file with <code>kill -HUP PID</code>
-  (the pid that <code>make serve</code> printed). <code>headgate config check</code> reports mistakes.`;
+const NO_MODELS = html`No models yet. Add a file with <code>headgate add FILE.gguf</code>, or download one with
+  <code>headgate pull hf:ORGANIZATION/REPOSITORY:QUANTIZATION</code>.`;
 
 const matches = (model, words) => words.every((word) =>
   `${model.id} ${model.node || ""} ${status(model).state} ${(status(model).aliases || []).join(" ")} ${(status(model).devices || []).join(" ")}`.toLowerCase().includes(word));

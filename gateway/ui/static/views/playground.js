@@ -125,7 +125,7 @@ export function PlaygroundView({ state, playground }) {
     <section aria-labelledby="conversation"><h2 id="conversation">Conversation</h2>
       ${chat.turns.length
         ? html`<ol class="turns" aria-label="Messages">${chat.turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} />`)}</ol>`
-        : html`<${Empty}>${names.length ? "Write a message below, for example: What is Headgate?" : html`No models yet. Add one to <code>config/models.yaml</code>.`}<//>`}
+        : html`<${Empty}>${names.length ? "Write a message below, for example: What is Headgate?" : html`No models yet. Add one with <code>headgate add FILE.gguf</code>.`}<//>`}
       <p role="status" class="dim">${chat.running ? "Answering …" : chat.seconds !== null && !chat.error ? "The answer is complete." : ""}</p>
       ${chat.error && html`<${Notice} tone="bad" live=${true}>${chat.error}<//>`}
       <${Figures} chat=${chat} />
