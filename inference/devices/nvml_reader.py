@@ -47,6 +47,7 @@ class NvmlReader:
     """The NVIDIA devices of the machine by PCI address; empty without NVML.
 
     `error` is the reason when the last reading failed for all devices; `answered` is true after the first success.
+    `unread`: the devices that have never been read, with the reason of the last reading.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class NvmlReader:
         self._code: int | None = None
         self.answered = False
         self.error: str | None = None
+        self.unread: tuple[str, ...] = ()
 
     @property
     def sign(self) -> Sign:
@@ -131,18 +133,22 @@ class NvmlReader:
             log.warning("%s on %s", xid_words(number), uuid)
         cards: list[Card] = []
         has_errors = False
+        unread: list[str] = []
         for item in answer["devices"]:
             index, action = item.pop("index"), item.pop("action", None)
             shares = dict(item.pop("processes", ()))
             if "error" in item:
                 has_errors = True
-                if (known := self._known.get(index)) is not None:
-                    note = f"NVML: {item['error']} ({item['code']})"
+                note = f"NVML: {item['error']} ({item['code']})"
+                if (known := self._known.get(index)) is None:
+                    unread.append(f"device {index}: {note}")
+                else:
                     cards.append(replace(known, sign=sign_of_nvml(item["code"]), note=note))
             else:
                 self._known[index] = card = Card(**item, driver=answer["driver"], process_bytes=shares)
                 self._seen.add(canonical_pci(card.pci))
                 cards.append(_with_evidence(card, xids.get(card.uuid, ()), action))
+        self.unread = tuple(unread)
         return cards, has_errors
 
     def _fail(self, message: str, code: int | None, is_fresh: bool) -> None:

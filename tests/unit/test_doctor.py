@@ -18,6 +18,7 @@ from headgate.cli.main import main
 from inference.environment_settings import InferenceSettings
 from inference.workers.helper_client import HelperError
 from tests.rigs.canned_http import Canned, canned_service
+from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, two_cards
 from tests.rigs.processes import forget_own, free_port
 
 SHIPPED = Path(__file__).resolve().parents[2] / "config"
@@ -134,6 +135,41 @@ def test_build_that_does_not_compute_is_a_problem(answer: Any, monkeypatch: pyte
     assert "make clean" in found.advice
     monkeypatch.setattr(machine_checks, "package", lambda: None)
     assert "not installed" in next(machine_checks.build()).message
+
+
+def test_nvml_reads_the_cards_or_says_what_is_wrong_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that cannot be read is not a missing library."""
+    stub = two_cards(tmp_path)
+    for name, value in stub.env.items():
+        monkeypatch.setenv(name, value)
+    stub.errors, stub.actions = [("nvmlDeviceGetMemoryInfo_v2", 15, FIRST)], {SECOND: 1}
+    stub.write()
+    found = list(machine_checks.nvml())
+    assert texts(found, Level.OK) == ["NVML: reads NVIDIA Second (15.8 GiB) -> "]
+    problems = texts(found, Level.PROBLEM)
+    assert [text.partition(" -> ")[0] for text in problems] == [
+        "NVML: device 0: NVML: GPU is lost (15)",
+        "NVML: NVIDIA Second: its driver requests recovery action 1",
+    ]
+    assert "dmesg" in problems[0]
+    stub.errors = [("all", 18, "")]
+    stub.write()
+    [text] = texts(list(machine_checks.nvml()), Level.PROBLEM)
+    assert "(18) -> restart the machine after an update of the driver" in text
+
+
+def test_missing_nvml_is_a_warning_beside_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    if list(machine_checks.nvml(tmp_path)):
+        pytest.skip("this machine has NVML")
+    [text] = texts(list(machine_checks.nvml(put(tmp_path, DRIVER))), Level.WARNING)
+    assert "libnvidia-ml.so is not found" in text
+
+
+def test_devices_are_those_that_llama_cpp_lists() -> None:
+    [found] = machine_checks.devices(SETTINGS)
+    assert found.level in (Level.OK, Level.NOTE)
+    assert list(machine_checks.devices(InferenceSettings(devices="cpu"))) == []
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------

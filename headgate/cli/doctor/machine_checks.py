@@ -18,7 +18,8 @@ from inference.devices.build_check import ADVICE, START_SECONDS
 from inference.devices.device import CPU
 from inference.devices.host import CpuProbe, cgroups, host_memory
 from inference.devices.inventory import Inventory
-from inference.devices.nvml_reader import NvmlReader
+from inference.devices.nvml_reader import Card, NvmlReader
+from inference.devices.signs import Sign
 from inference.devices.simgpu.rpc_server import package
 from inference.environment_settings import InferenceSettings
 from inference.workers.helper_client import HelperError, run_helper
@@ -172,24 +173,25 @@ def built_backends() -> set[str]:
     return set() if folder is None else set(BACKENDS) - set(missing_backends(folder, BACKENDS))
 
 
-def nvml() -> Iterator[Finding]:
+def nvml(root: Path = Path("/")) -> Iterator[Finding]:
     """NVML, from which memory and health of NVIDIA GPUs come."""
 
-    async def read() -> tuple[NvmlReader, list[str]]:
+    async def read() -> tuple[NvmlReader, list[Card]]:
         reader = NvmlReader()
         try:
-            cards = await reader.read()
-            return reader, [f"{card.name} ({format_bytes(card.total_bytes)})" for card in cards.values()]
+            return reader, list((await reader.read()).values())
         finally:
             await reader.close()
 
     reader, cards = asyncio.run(read())
-    if reader.error is not None:
+    failures = [reader.error] if reader.error is not None else list(reader.unread)
+    failures += [f"{card.name}: {card.note}" for card in cards if card.sign is not Sign.HEALTHY]
+    for text in failures:
         advice = "restart the machine after an update of the driver; `dmesg | grep -i xid` shows faults of the GPU"
-        yield problem("NVML", reader.error, advice)
-    elif cards:
-        yield ok("NVML", f"reads {', '.join(cards)}")
-    elif (Path("/") / NVIDIA.driver).exists():
+        yield problem("NVML", text, advice)
+    if cards:
+        yield ok("NVML", f"reads {', '.join(f'{card.name} ({format_bytes(card.total_bytes)})' for card in cards)}")
+    elif not failures and (root / NVIDIA.driver).exists():
         yield warning(
             "NVML",
             "libnvidia-ml.so is not found, so that memory of other programs and health of the GPU are unknown",
