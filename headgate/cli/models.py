@@ -216,7 +216,7 @@ def _table(session: Session, answers: Answers, models: Models, *, running: bool)
             )
             for node, status in models
         ]
-        none = "no models are configured; add one to models.yaml"
+        none = "no models are configured; `headgate add FILE.gguf` adds one"
     right = ["PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
     answers.table(terminal, headers, rows, right, none)
     for node, status in models:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference.file_stamp import fingerprint
-from inference.worker.kv.sequence_key import PIECE_BYTES, PIECES, WHOLE_BYTES, contents_sum, file_keys
-from inference.worker_link import KvTiers
+from inference.worker.kv.sequence_key import (
+    PIECE_BYTES,
+    PIECES,
+    WHOLE_BYTES,
+    contents_sum,
+    file_keys,
+    sequence_key,
+)
+from inference.worker_link import Grant, KvTiers
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
@@ -57,6 +65,47 @@ def test_sequences_of_another_adapter_are_not_continued(tmp_path: Path) -> None:
     assert again > 10
     assert same == pytest.approx(logprobs, abs=0.05)
     assert differs != pytest.approx(logprobs, abs=0.1)
+
+
+OTHER_STATES = {"context_length": 777, "kv_type": "q8_0", "flash_attention": False, "swa_full": True}
+SAME_STATES = {
+    "model_id": "other",
+    "devices": (),
+    "gpu_layers": 3,
+    "tensor_split": (1.0, 1.0),
+    "split_mode": "row",
+    "host_expert_layers": 1,
+    "parallel": 7,
+    "kv_cells": 2048,
+    "batch": 64,
+    "ubatch": 32,
+    "threads": 2,
+    "checkpoint_bytes": 1,
+    "speculation": "ngram",
+    "kv": KvTiers(threshold=0.1),
+    "mmproj": "m.gguf",
+    "draft": "d.gguf",
+    "capabilities": ("chat",),
+    "queue_limit": 1,
+    "reserved_bytes": {"cpu": 1},
+    "environment": {"A": "b"},
+}
+"""A state does not depend on these. Images are not stored."""
+IN_FILES = ("path", "lora")
+
+
+def test_key_has_every_setting_that_a_state_depends_on() -> None:
+    """A new setting of a grant belongs to one of the lists."""
+    assert {*OTHER_STATES, *SAME_STATES, *IN_FILES} == {field.name for field in fields(Grant)}
+    files = file_keys(fingerprint(tiny_gguf.generative()))
+    grant = grant_for(tiny_gguf.generative())
+    key = sequence_key(grant, files)
+    for name, value in OTHER_STATES.items():
+        assert sequence_key(replace(grant, **{name: value}), files) != key, name
+    for name, value in SAME_STATES.items():
+        assert sequence_key(replace(grant, **{name: value}), files) == key, name
+    assert sequence_key(grant, [*files, *files]) != key, "an adapter"
+    assert key["library"][0][0].startswith("libllama")
 
 
 def test_content_of_a_large_file_is_known_from_its_pieces(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from headgate.shared.kv_hint import KvHint
+from inference.protocol import Priority
 from inference.worker.kv import memory_tier, tiered_store
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.tiered_store import TieredStore
@@ -112,6 +113,20 @@ def test_the_lowest_worth_leaves_a_full_memory(rig: StoreRig, keep: int) -> None
         assert not opened.store.enabled
         rig.fill(1, last.tokens)
         assert not opened.store.save(1, StoredSequence(last.tokens, ""), [])
+
+
+@pytest.mark.parametrize(("policy", "leaves"), [("lru", 1), ("priority", 2), ("hybrid", 3)])
+def test_the_policy_decides_which_sequence_leaves(rig: StoreRig, policy: str, leaves: int) -> None:
+    """The first was used earliest, the second has a low priority, the third was cheap to compute."""
+    now = time.time()
+    with rig.store(ram_bytes=int(3.5 * size_of(rig)), policy=policy) as opened:
+        sequences = [
+            saved(rig, opened, 1, used_at=now - 30.0, compute_seconds=8.0),
+            saved(rig, opened, 2, used_at=now - 20.0, compute_seconds=8.0, priority=Priority.LOW),
+            saved(rig, opened, 3, used_at=now - 10.0, compute_seconds=0.01),
+        ]
+        saved(rig, opened, 4, used_at=now, compute_seconds=8.0)
+        assert [number for number, item in enumerate(sequences, 1) if not item.in_ram] == [leaves]
 
 
 def test_a_transfer_takes_little_longer_than_a_copy_of_its_bytes(rig: StoreRig) -> None:
