@@ -48,6 +48,7 @@ async def test_all_processes_end_with_the_supervisor(tmp_path: Path, victim: str
         key = (tmp_path / "state" / "gateway.key").read_text().strip()
         async with openai.AsyncOpenAI(base_url=up.url + "/v1", api_key=key, max_retries=0, timeout=30) as client:
             await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hello!"}])
+        await until("the address of the dashboard is printed", lambda: f"Dashboard:          {up.url}/ui/" in up.log)
         family = children_of(up.pid)
         assert len(family) >= 3
         if victim == "supervisor":
