@@ -68,6 +68,8 @@ def test_created_key_is_stored_as_a_hash_until_it_is_revoked(capsys: Any, tmp_pa
     [
         ("", ["ann", "--tokens", "-3"], 2, "budget.tokens_per_month"),
         ("", ["ann", "--models", "*x"], 2, "neither a model name nor PREFIX*"),
+        ("", ["ann", "--models", ""], 2, "leave it out for a key that may use all models"),
+        ("", ["ann", "--models", " ,"], 2, "leave it out for a key that may use all models"),
         ("usage: {store: false}", ["ann"], 1, "does not read created keys"),
         (f"keys: [{{name: ann, hash: 'sha256:{'0' * 64}'}}]", ["ann"], 2, "has a key 'ann' already"),
     ],

@@ -33,9 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         description="Create a key and print it once; a key with the same name gets a new secret. No restart is needed.",
     )
     _describe(create)
-    create.add_argument(
-        "--models", metavar="NAMES", default="", help="models that it may use: NAME, PREFIX*, ... (all)"
-    )
+    create.add_argument("--models", metavar="NAMES", help="models that it may use: NAME, PREFIX*, ... (all)")
     create.add_argument("--dollars", metavar="N", type=float, help="budget per month in US dollars")
     create.add_argument("--tokens", metavar="N", type=int, help="budget per month in tokens")
     create.add_argument("--requests-per-minute", metavar="N", type=int, help="limit of requests")
@@ -90,7 +88,9 @@ def _create(session: Session) -> int:
         "hash": digest,
         "scopes": scopes,
     }
-    settings["models"] = [name.strip() for name in args.models.split(",") if name.strip()]
+    settings["models"] = [name.strip() for name in (args.models or "").split(",") if name.strip()]
+    if args.models is not None and not settings["models"]:
+        raise UsageError("--models names no model; leave it out for a key that may use all models")
     settings["budget"] = {"dollars_per_month": args.dollars, "tokens_per_month": args.tokens}
     limits = {name: getattr(args, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrent")}
     if any(value is not None for value in limits.values()):
