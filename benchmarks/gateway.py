@@ -30,7 +30,17 @@ from typing import Any
 import uvloop
 
 from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
-from benchmarks.gateway_samples import CLOUD_STREAMS, CLOUD_WHOLE, STREAMED, WHOLE, Alone, Crowd, Paced, Results
+from benchmarks.gateway_samples import (
+    CLOUD_STREAM,
+    CLOUD_STREAMS,
+    CLOUD_WHOLE,
+    STREAMED,
+    WHOLE,
+    Alone,
+    Crowd,
+    Paced,
+    Results,
+)
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Target
 from benchmarks.upstream import Upstream
 from headgate.cli.bench import percentile
@@ -83,10 +93,7 @@ class Bench:
         for number in range(self.plan.rounds):
             say(f"one connection: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
-                for target in self.shuffled([self.direct, self.targets[GATEWAY], self.targets[PASS_THROUGH]]):
-                    await self._settle(target, kind, 1)
-                    spans = await asking.at_rate(target.port, chat(target, kind), ALONE_PER_SECOND, self.plan.alone)
-                    self.found.alone.append(Alone(target.name, kind, number, spans.first, spans.whole))
+                await self._at_rate(kind, number)
 
     async def crowds(self) -> None:
         """The throughput of many connections."""
@@ -102,10 +109,12 @@ class Bench:
         self.found.memory = {name: target.rss_bytes() for name, target in self.targets.items()}
 
     async def clouds(self) -> None:
-        """The throughput of many connections to models of a cloud, with a chunk for each token."""
+        """Models of a cloud, with a chunk for each token: one connection, and the throughput of many."""
         kinds = dict(zip(CLOUD_STREAMS, upstream.CLOUD_MODELS, strict=True)) | {CLOUD_WHOLE: upstream.CLOUD_SHORT}
         for number in range(self.plan.rounds):
             say(f"clouds: round {number + 1} of {self.plan.rounds}")
+            for kind in (CLOUD_WHOLE, CLOUD_STREAM):
+                await self._at_rate(kind, number, upstream.CLOUD_SHORT)
             for kind, model in kinds.items():
                 targets = [
                     target
@@ -115,6 +124,12 @@ class Bench:
                 for target in self.shuffled(targets):
                     await self._settle(target, kind, CONNECTIONS, model)
                     self.found.crowds.append(await self._crowd(target, kind, number, model))
+
+    async def _at_rate(self, kind: str, number: int, model: str = upstream.AT_ONCE) -> None:
+        for target in self.shuffled([self.direct, self.targets[GATEWAY], self.targets[PASS_THROUGH]]):
+            await self._settle(target, kind, 1, model)
+            spans = await asking.at_rate(target.port, chat(target, kind, model), ALONE_PER_SECOND, self.plan.alone)
+            self.found.alone.append(Alone(target.name, kind, number, spans.first, spans.whole))
 
     async def _crowd(self, target: Target, kind: str, number: int, model: str = upstream.AT_ONCE) -> Crowd:
         used, own = target.cpu_seconds(), time.process_time()

@@ -13,6 +13,7 @@ from statistics import median
 from benchmarks.figures import Bar, Middle, ratios
 from benchmarks.gateway_peers import LITELLM, PORTKEY
 from benchmarks.gateway_samples import (
+    CLOUD_STREAM,
     CLOUD_STREAMS,
     CLOUD_WHOLE,
     FIRST_TOKEN_SECONDS,
@@ -61,7 +62,7 @@ def gone_lines(found: Results) -> Iterator[str]:
 
 
 def _alone(found: Results) -> Iterator[str]:
-    for kind in (WHOLE, STREAMED):
+    for kind in (WHOLE, STREAMED, CLOUD_WHOLE, CLOUD_STREAM):
         rounds = len(found.alone_of(GATEWAY, kind))
         if not rounds:
             continue
@@ -145,12 +146,14 @@ def _bars_alone(found: Results) -> Iterator[Bar]:
         ("added_p50", WHOLE, lambda one: one.whole_at(0.5), ADDED_P50_MS),
         ("added_p99", WHOLE, lambda one: one.whole_at(0.99), ADDED_P99_MS),
         ("added_ttft_p99", STREAMED, lambda one: one.first_at(0.99), ADDED_TTFT_P99_MS),
+        ("added_p50_cloud", CLOUD_WHOLE, lambda one: one.whole_at(0.5), ADDED_P50_MS),
+        ("added_ttft_p50_cloud", CLOUD_STREAM, lambda one: one.first_at(0.5), ADDED_P50_MS),
     )
     for name, kind, value, target in judged:
         added, hop = (_added(found, system, kind, value) for system in (GATEWAY, PASS_THROUGH))
         if added:
             yield Bar(name, median(added) * 1e3, "ms", "<=", target)
-        if added and hop:
+        if added and hop and kind in (WHOLE, STREAMED):
             yield Bar(f"{name}_of_{PASS_THROUGH}", median(ratios(added, hop)), "ratio", "<=", ADDED_OF_PASS_THROUGH)
 
 

@@ -14,7 +14,8 @@ WHOLE, STREAMED = "whole", "streamed"
 """Kinds of answers."""
 
 CLOUD_WHOLE = "cloud, whole"
-CLOUD_STREAMS = ("cloud, 100 chunks", "cloud, 1000 chunks", "cloud, tool call")
+CLOUD_STREAM = "cloud, 100 chunks"
+CLOUD_STREAMS = (CLOUD_STREAM, "cloud, 1000 chunks", "cloud, tool call")
 """Kinds of answers of a cloud; a stream has one token per chunk."""
 
 FIRST_TOKEN_SECONDS = 0.5

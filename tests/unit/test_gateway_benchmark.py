@@ -10,7 +10,19 @@ import orjson
 import pytest
 
 from benchmarks import asking, departures, gateway_report, upstream
-from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Gone, Held, Paced, Results
+from benchmarks.gateway_samples import (
+    CLOUD_STREAM,
+    CLOUD_WHOLE,
+    STREAMED,
+    WHOLE,
+    Alone,
+    Crowd,
+    Failed,
+    Gone,
+    Held,
+    Paced,
+    Results,
+)
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import Upstream
 from gateway.apis.openai.assemble import Assembly
@@ -25,7 +37,8 @@ def _found() -> Results:
     for number, slow in enumerate((1.0, 2.0)):
         for system, seconds in ((DIRECT, 0.0002), (GATEWAY, 0.0006), (PASS_THROUGH, 0.001)):
             found.alone += [
-                Alone(system, kind, number, [seconds * slow] * 5, [seconds * slow] * 5) for kind in (WHOLE, STREAMED)
+                Alone(system, kind, number, [seconds * slow] * 5, [seconds * slow] * 5)
+                for kind in (WHOLE, STREAMED, CLOUD_WHOLE, CLOUD_STREAM)
             ]
         for system, share in ((GATEWAY, 1.0), (PASS_THROUGH, 0.8), ("litellm", 1.0), ("portkey", 1.0)):
             requests = {GATEWAY: 3000, PASS_THROUGH: 3200, "litellm": 100, "portkey": 2000}[system]
@@ -46,6 +59,8 @@ def test_bars_are_computed_from_samples() -> None:
         f"added_p99_of_{PASS_THROUGH}": (0.5, True),
         "added_ttft_p99": (0.6, True),
         f"added_ttft_p99_of_{PASS_THROUGH}": (0.5, True),
+        "added_p50_cloud": (0.6, True),
+        "added_ttft_p50_cloud": (0.6, True),
         f"throughput_per_core_over_{PASS_THROUGH}_whole": (0.75, True),
         "throughput_per_core_over_litellm_whole": (30.0, True),
         "throughput_per_core_over_portkey_whole": (1.5, False),
