@@ -39,7 +39,9 @@ models:
       # the large one
       ${server}
       --model ${dir}/big.gguf ${args} -ngl 99 -fa on --temp 0.7 -ctk q8_0 -ctv q8_0 --no-mmap --lora a.gguf,b.gguf
+      --seed -1 --top-p 5 --chat-template-kwargs '{"enable_thinking": false}'
     aliases: [gpt-4o, {id: gpt-4o-mini, name: x}]
+    filters: {stripParams: "top_k, strange", setParams: {min_p: 0.1, other: 1}, setParamsByID: {a: {}}}
     env: ["CUDA_VISIBLE_DEVICES=1", "X=2"]
     ttl: 0
     name: Big
@@ -54,7 +56,9 @@ models:
 groups: {a: {swap: true, members: [big]}}
 hooks: {on_startup: {preload: [big]}}
 peers:
-  openrouter: {proxy: "https://openrouter.ai/api", apiKey: "${env.OPENROUTER_API_KEY}", models: [m/a], filters: {x: 1}}
+  openrouter:
+    {proxy: "https://openrouter.ai/api", apiKey: "${env.OPENROUTER_API_KEY}", models: [m/a],
+     filters: {stripParams: seed, x: 1}}
   lan: {proxy: "http://10.0.0.2:8080/v1", apiKey: secret, models: [b]}
   empty: {models: [c]}
 """
@@ -68,7 +72,8 @@ model_list:
       {model: azure/mine, api_base: "https://x.openai.azure.com/", api_version: "1", api_key: os.environ/AZURE_API_KEY}
   - {model_name: large, rpm: 3, litellm_params: {model: openai/gpt-5, api_key: sk-secret}}
   - {model_name: large, litellm_params: {model: openai/gpt-5, api_key: sk-secret}}
-  - {model_name: claude, litellm_params: {model: claude-sonnet-5}}
+  - {model_name: claude, litellm_params: {model: claude-sonnet-5, temperature: 0.2, top_p: 7}}
+  - {model_name: claude, litellm_params: {model: claude-haiku-4-5, temperature: 0.3}}
   - {model_name: fake, litellm_params: {model: openai/f, api_key: my-key, api_base: "https://fake.example.org/v1"}}
   - {model_name: lan, litellm_params: {model: hosted_vllm/q, api_base: os.environ/VLLM_BASE}}
   - {model_name: llama, litellm_params: {model: ollama_chat/llama3.2}}
@@ -159,22 +164,40 @@ def test_llama_swap_models_peers_and_keys() -> None:
         },
         "lan": {"kind": "openai", "api_key": "${env:LAN_API_KEY}", "base_url": "http://10.0.0.2:8080/v1"},
     }  # fmt: skip
-    assert found.gateway["routes"] == {"m/a": {"chain": ["openrouter/m/a"]}, "b": {"chain": ["lan/b"]}}
+    routes = found.gateway["routes"]
+    parameters = {
+        "defaults": {"temperature": 0.7, "chat_template_kwargs": {"enable_thinking": False}},
+        "remove": ["top_k"],
+        "overrides": {"min_p": 0.1},
+    }
+    for name in ("big", "gpt-4o", "gpt-4o-mini"):
+        assert routes.pop(name) == {"chain": [f"local/{name}", "local/smaller"], "parameters": parameters}
+    assert routes == {
+        "hub": {"chain": ["local/hub", "local/smaller"], "parameters": {"remove": ["temperature"]}},
+        "m/a": {"chain": ["openrouter/m/a"], "parameters": {"remove": ["seed"]}},
+        "b": {"chain": ["lan/b"]},
+    }
     assert found.gateway["keys"][0]["hash"] == f"sha256:{hashlib.sha256(b'sk-one').hexdigest()}"
     report = left(found)
     assert "only llama-server's models" in report["vllm: vllm"]
     assert "unclosed" not in json.dumps(found.models)
-    assert {"big: temp 0.7", "big: env X=2", "hub: filters", "hub: weird", "broken: cmd", "none", "groups, matrix",
+    assert "between 0 and 1" in report["big: top_p"]
+    assert {"big: filters.stripParams strange", "big: filters.setParams other", "big: filters.setParamsByID",
+            "big: env X=2", "hub: weird", "broken: cmd", "none", "groups, matrix",
             "hooks.on_startup.preload: big", "healthCheckTimeout", "peers.lan.apiKey", "peers.empty",
-            "peers.openrouter.filters", "apiKeys: ${env.KEY_TWO}"} <= report.keys()  # fmt: skip
+            "peers.openrouter: filters.x", "apiKeys: ${env.KEY_TWO}"} <= report.keys()  # fmt: skip
     assert "secret" not in json.dumps(found.gateway)
 
 
 def test_litellm_routes_fallbacks_aliases_and_keys() -> None:
     found = recognized(LITELLM, {})
     chains = {name: route["chain"] for name, route in found.gateway["routes"].items()}
-    assert chains["gpt"] == ["openai/gpt-5-mini", "azure/mine", "anthropic/claude-sonnet-5", "groq/qwen"]
-    assert chains["claude"] == ["anthropic/claude-sonnet-5", "groq/qwen"]
+    claudes = ["anthropic/claude-sonnet-5", "anthropic/claude-haiku-4-5"]
+    assert chains["gpt"] == ["openai/gpt-5-mini", "azure/mine", *claudes, "groq/qwen"]
+    assert chains["claude"] == ["anthropic/claude-sonnet-5", "anthropic/claude-haiku-4-5", "groq/qwen"]
+    for name in ("claude", "long"):
+        assert found.gateway["routes"][name]["parameters"] == {"defaults": {"temperature": 0.2}}
+    assert "parameters" not in found.gateway["routes"]["gpt"]
     assert chains["short"] == chains["gpt"]
     assert chains["long"] == chains["claude"]
     assert chains["*"][0] == "openai/*"
@@ -197,7 +220,8 @@ def test_litellm_routes_fallbacks_aliases_and_keys() -> None:
     assert report["general_settings.database_url"] == "keys are in a file: headgate key create NAME"
     assert report["router_settings.redis_host"].startswith("`state: redis://")
     assert {"fallbacks: gpt -> gone", "fallbacks of absent", "model_group_alias.bad", "guardrails", "large: rpm",
-            "environment_variables", "litellm_settings.num_retries", "model_list[11] bed",
+            "environment_variables", "litellm_settings.num_retries", "model_list[12] bed",
+            "model_list[5] claude: top_p", "model_list[6] claude: temperature",
             "a second openai/gpt-5 of large"} <= {key.removeprefix("model_list[3] ") for key in report}  # fmt: skip
 
 
@@ -227,6 +251,8 @@ def test_presets_of_llama_server() -> None:
         },
     }  # fmt: skip
     report = left(found)
+    routes = {name: route["parameters"] for name, route in found.gateway["routes"].items()}
+    assert routes == {name: {"defaults": {"temperature": 0.6}} for name in found.models}
     assert report["[qwen]: cache-type-k q8_0"].startswith("kv_type is one of")
     assert "headgate preload" in report["[qwen]: load-on-startup true"]
     assert "[nothing]" in report
@@ -287,9 +313,10 @@ def manifest(place: Path, name: str, layers: dict[str, str]) -> dict[str, str]:
 
 
 def test_ollama_models_are_used_from_its_directory(place: Path) -> None:
+    params = '{"num_ctx": 8192, "num_predict": -1, "top_k": 7, "stop": ["x"], "num_keep": 4}'
     plain = manifest(
         place, "registry.ollama.ai/library/llama3.2/latest",
-        {"model": "GGUF1", "params": '{"num_ctx": 8192, "stop": ["x"]}', "template": "t", "system": "s"},
+        {"model": "GGUF1", "params": params, "template": "t", "system": "s"},
     )  # fmt: skip
     vision = manifest(place, "registry.ollama.ai/me/vision/7b", {"model": "GGUF2", "projector": "p", "adapter": "a"})
     found = recognized(TABLE, {})
@@ -298,7 +325,9 @@ def test_ollama_models_are_used_from_its_directory(place: Path) -> None:
         "me/vision:7b": {"path": vision["model"], "mmproj": vision["projector"], "lora": [vision["adapter"]]},
         "hf.co/org/X-GGUF:Q4_K_M": {"path": "hf:org/X-GGUF:Q4_K_M"},
     }
-    assert {"gpt-oss:120b-cloud", "llama3.2:latest: template", "llama3.2:latest: stop"} <= left(found).keys()
+    assert {"gpt-oss:120b-cloud", "llama3.2:latest: template", "llama3.2:latest: num_keep"} <= left(found).keys()
+    for name in ("llama3.2", "llama3.2:latest"):
+        assert found.gateway["routes"][name]["parameters"] == {"defaults": {"top_k": 7, "stop": ["x"]}}
     tags = json.dumps({"models": [{"name": "llama3.2:latest", "model": "llama3.2:latest", "size": 1}]})
     assert recognized(tags, {}).models == {"llama3.2": found.models["llama3.2"]}
 

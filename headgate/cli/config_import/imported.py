@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from gateway.apis.openai.route_parameters import problem_of_name, problems_of_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,33 @@ class Imported:
             self.leave(f"a second {entry} of {name}", "a chain has each entry once; requests are not spread over keys")
         else:
             chain.append(entry)
+
+    def accepted(self, where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters that a route can have; the others are reported, each as `where` and its name."""
+        problems = dict(problems_of_values(values))
+        for name, problem in problems.items():
+            self.leave(f"{where}{name}", problem)
+        return {name: value for name, value in values.items() if name not in problems}
+
+    def accepted_names(self, where: str, names: Iterable[str]) -> list[str]:
+        """The names of parameters that a route can have; the others are reported."""
+        problems = {name: problem_of_name(name) for name in names}
+        for name, problem in problems.items():
+            if problem is not None:
+                self.leave(f"{where}{name}", problem)
+        return [name for name, problem in problems.items() if problem is None]
+
+    def parameters(self, route: str, parameters: Mapping[str, Any]) -> None:
+        """Gives a route its `parameters`; empty ones are left out."""
+        if chosen := {kind: value for kind, value in parameters.items() if value}:
+            self.gateway["routes"][route]["parameters"] = copy.deepcopy(chosen)
+
+    def local_parameters(self, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
+        """Routes for a local model by all its names, if its requests get parameters."""
+        if any(parameters.values()):
+            for name in names:
+                self.gateway.setdefault("routes", {}).setdefault(name, {"chain": [f"local/{name}", "local/smaller"]})
+                self.parameters(name, parameters)
 
     def key(self, name: str, secret: str, scopes: Iterable[str] = ("use",)) -> None:
         """Adds a key of clients, as its hash."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from gateway.apis.openai.route_parameters import NAMES
 from headgate.cli.config_import.imported import Imported, as_list, as_mapping
 
 _ENVIRONMENT = "os.environ/"
@@ -88,7 +90,7 @@ def read(data: Mapping[str, Any]) -> Imported:
     for alias, target in as_mapping(settings.get("model_group_alias")).items():
         name = str(as_mapping(target).get("model", target))
         if name in found.gateway.get("routes", {}):
-            found.gateway["routes"][alias] = {"chain": list(found.gateway["routes"][name]["chain"])}
+            found.gateway["routes"][alias] = copy.deepcopy(found.gateway["routes"][name])
         else:
             found.leave(f"model_group_alias.{alias}", f"there is no model {name!r}")
     _master_key(found, as_mapping(data.get("general_settings")))
@@ -116,9 +118,15 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
     entry = _entry(found, where, target, params)
     if entry is None:
         return
+    is_first = name not in found.gateway.get("routes", {})
     found.route(name, entry)
-    for key in [*(params.keys() - set(_PARAMS)), *(deployment.keys() & {"rpm", "tpm"})]:
-        found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart; see `parameters` of a route"))
+    defaults = {key: value for key, value in params.items() if key in NAMES}
+    if is_first:
+        found.parameters(name, {"defaults": found.accepted(f"{where}: ", defaults)})
+    elif defaults != found.gateway["routes"][name].get("parameters", {}).get("defaults", {}):
+        found.leave(f"{where}: {', '.join(defaults)}".rstrip(": "), "the parameters of the first deployment are used")
+    for key in [*(params.keys() - {*_PARAMS, *NAMES}), *(deployment.keys() & {"rpm", "tpm"})]:
+        found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart"))
 
 
 def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) -> str | None:

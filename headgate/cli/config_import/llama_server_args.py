@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,13 +42,16 @@ NEEDLESS = frozenset(
 )  # fmt: skip
 """Options that Headgate does not need: it always does this, or decides it by itself."""
 
-SAMPLING = frozenset(
-    {
-        "temp", "top-k", "top-p", "min-p", "seed", "repeat-penalty", "repeat-last-n", "presence-penalty",
-        "frequency-penalty", "samplers", "n-predict", "dry-multiplier", "dry-base", "xtc-probability",
-        "xtc-threshold", "mirostat", "typical", "top-nsigma",
-    }
-)  # fmt: skip
+SAMPLING: Mapping[str, str] = {
+    "temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "seed": "seed",
+    "repeat-penalty": "repeat_penalty", "presence-penalty": "presence_penalty",
+    "frequency-penalty": "frequency_penalty", "n-predict": "max_tokens", "dry-multiplier": "dry_multiplier",
+    "dry-base": "dry_base", "dry-allowed-length": "dry_allowed_length", "dry-penalty-last-n": "dry_penalty_last_n",
+    "xtc-probability": "xtc_probability", "xtc-threshold": "xtc_threshold", "mirostat": "mirostat",
+    "mirostat-lr": "mirostat_eta", "mirostat-ent": "mirostat_tau", "typical": "typical_p", "typical-p": "typical_p",
+    "top-nsigma": "top_n_sigma", "top-n-sigma": "top_n_sigma", "chat-template-kwargs": "chat_template_kwargs",
+}  # fmt: skip
+"""Options that are defaults of a generation parameter."""
 
 ADVICE: Mapping[str, str] = {
     "tensor-split": "layers are divided by measured sizes",
@@ -68,6 +72,8 @@ ADVICE: Mapping[str, str] = {
     "docker-repo": "download it with `headgate pull`",
     "models-max": "INFERENCE_MAX_MODELS",
     "models-dir": "INFERENCE_MODELS_DIR",
+    "samplers": "the order of the samplers is fixed",
+    "repeat-last-n": "penalties read every token of the answer",
 }
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
@@ -156,10 +162,16 @@ def entry_of(
     for name, capability in (("embedding", "embeddings"), ("reranking", "rerank")):
         if name in options:
             entry["capabilities"] = [capability]
-    for name in options.keys() - USED - NEEDLESS:
-        sampled = "a route has defaults of parameters: `parameters`" if name in SAMPLING else "has no counterpart"
-        leave(name, ADVICE.get(name, sampled))
+    for name in options.keys() - USED - NEEDLESS - SAMPLING.keys():
+        leave(name, ADVICE.get(name, "has no counterpart"))
     return entry
+
+
+def defaults_of(options: Mapping[str, Sequence[str]], where: str, found: Imported) -> dict[str, Any]:
+    """The defaults of generation parameters in these options."""
+    values = {SAMPLING[name]: _value(given[-1]) for name, given in options.items() if name in SAMPLING}
+    unlimited = {name for name in ("seed", "max_tokens") if values.get(name) == -1}
+    return found.accepted(f"{where}: ", {name: value for name, value in values.items() if name not in unlimited})
 
 
 USED = frozenset(
@@ -210,6 +222,13 @@ def _cache(keys: str | None, values: str | None, leave: Leave) -> dict[str, Any]
     name = "cache-type-k" if keys is not None else "cache-type-v"
     leave(name, f"kv_type is one of {', '.join(KV_TYPES)}, for keys and values alike")
     return {}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _positive(text: str | None) -> int | None:

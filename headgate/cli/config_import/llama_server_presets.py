@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from headgate.cli.config_import.imported import Imported
-from headgate.cli.config_import.llama_server_args import entry_of, long_name
+from headgate.cli.config_import.llama_server_args import defaults_of, entry_of, long_name
 
 ALL = "*"
 OFF = ("false", "off", "0", "")
@@ -43,6 +43,8 @@ def read(text: str) -> Imported:
             options["hf-repo"] = [model]  # the section of a cached model has its name
         if entry := entry_of(options, f"[{model}]", found):
             found.models[model] = entry
+            names = (model, *entry.get("aliases", ()))
+            found.local_parameters(names, {"defaults": defaults_of(options, f"[{model}]", found)})
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from headgate.cli.config_import.imported import Imported, as_list, as_mapping
-from headgate.cli.config_import.llama_server_args import entry_of, options_of
+from headgate.cli.config_import.llama_server_args import defaults_of, entry_of, options_of
 
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _DEPTH = 10
@@ -84,10 +84,23 @@ def _model(found: Imported, name: str, settings: Mapping[str, Any], common: Mapp
             entry["gpu_index"] = int(value)
         else:
             found.leave(f"{name}: env {variable}", "set it for the whole service, or use gpu_index")
-    if settings.get("filters"):
-        found.leave(f"{name}: filters", "a route changes parameters of requests: `parameters`")
     found.leave_unknown(f"{name}: ", settings, (*_MODEL_KNOWN, *_MODEL_NEEDLESS))
     found.models[name] = entry
+    parameters = {"defaults": defaults_of(options, name, found), **_filters(found, name, settings)}
+    found.local_parameters((name, *entry.get("aliases", ())), parameters)
+
+
+def _filters(found: Imported, where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`filters` as parameters of a route."""
+    filters = as_mapping(settings.get("filters"))
+    where = f"{where}: filters."
+    found.leave_unknown(where, filters, ("stripParams", "strip_params", "setParams"))
+    stripped = str(filters.get("stripParams") or filters.get("strip_params") or "")
+    names = [name.strip() for name in stripped.split(",") if name.strip()]
+    return {
+        "remove": found.accepted_names(f"{where}stripParams ", names),
+        "overrides": found.accepted(f"{where}setParams ", as_mapping(filters.get("setParams"))),
+    }
 
 
 def _filled(text: str, macros: Mapping[str, Any], fixed: Mapping[str, str]) -> str:
@@ -144,7 +157,7 @@ def _peer(found: Imported, name: str, peer: Mapping[str, Any], macros: Mapping[s
         found.leave(f"peers.{name}.apiKey", f"secrets are not copied; set {variable}")
         key = f"${{env:{variable}}}"
     provider = found.provider(name, {"kind": "openai", "api_key": key, "base_url": base})
+    parameters = _filters(found, f"peers.{name}", peer)
     for model in as_list(peer.get("models")):
         found.route(str(model), f"{provider}/{model}")
-    if peer.get("filters"):
-        found.leave(f"peers.{name}.filters", "a route changes parameters of requests: `parameters`")
+        found.parameters(str(model), parameters)

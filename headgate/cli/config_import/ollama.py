@@ -15,6 +15,7 @@ SYSTEM_DIRECTORIES = ("/usr/share/ollama/.ollama/models", "/var/lib/ollama/model
 _PREFIX = "application/vnd.ollama.image."
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MOST_BYTES = 2**20
+_DEFAULTS = {"num_predict": "max_tokens"}
 _PARAMETERS = {"num_ctx": "context_length", "num_batch": "batch", "num_gpu": "gpu_layers"}
 
 
@@ -44,13 +45,16 @@ def read(names: list[str], places: list[Path]) -> Imported:
     for name in names:
         if entry := _entry(found, name, places):
             model = name.removesuffix(":latest")
+            defaults = entry.pop("defaults", {})
             found.models[model] = entry
             if model != name:
                 entry["aliases"] = [name]
+            found.local_parameters((model, *entry.get("aliases", ())), {"defaults": defaults})
     return found
 
 
 def _entry(found: Imported, name: str, places: list[Path]) -> dict[str, Any] | None:
+    """The entry of models.yaml, and in it `defaults` of generation parameters, if the model has them."""
     host, repository, tag = _parts(name)
     for place in places:
         manifest = place / "manifests" / host / repository / tag
@@ -116,6 +120,10 @@ def _parameters(found: Imported, name: str, path: Path) -> dict[str, Any]:
         values = as_mapping(json.loads(path.read_bytes()[:_MOST_BYTES]))
     except (OSError, ValueError):
         return {}
-    for key in values.keys() - _PARAMETERS.keys():
-        found.leave(f"{name}: {key}", "a route has defaults of parameters: `parameters`")
-    return {_PARAMETERS[key]: value for key, value in values.items() if key in _PARAMETERS and isinstance(value, int)}
+    settings = {
+        _PARAMETERS[key]: value for key, value in values.items() if key in _PARAMETERS and isinstance(value, int)
+    }
+    others = {_DEFAULTS.get(key, key): value for key, value in values.items() if key not in _PARAMETERS}
+    unlimited = {key for key in ("seed", "max_tokens") if others.get(key) in (-1, -2)}
+    defaults = found.accepted(f"{name}: ", {key: value for key, value in others.items() if key not in unlimited})
+    return {**settings, **({"defaults": defaults} if defaults else {})}
