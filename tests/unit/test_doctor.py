@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from headgate.build import Cpu
-from headgate.cli.doctor import machine_checks, stream_check
+from headgate.cli.doctor import machine_checks, service_checks, stream_check
 from headgate.cli.doctor.findings import Finding, Level
 from headgate.cli.doctor.stream_check import Stream
 from headgate.cli.main import main
@@ -259,6 +259,23 @@ def test_problems_have_advice_and_exit_status_1(place: Path, monkeypatch: pytest
     assert "models.a.path" in found["configuration"]["message"]
     assert main(["doctor"]) == 1
     assert "-> correct it" in capsys.readouterr().out
+
+
+def test_lock_space_and_providers_without_a_key_are_reported(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (place / "config" / "gateway.yaml").write_text(
+        'providers: {openai: {kind: openai, api_key: "${env:OPENAI_API_KEY}"}}\n'
+        "routes: {gpt: {chain: [openai/gpt-5-mini]}}\n"
+    )
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("HEADGATE_LOCK_DIR", str(place / "none"))
+    monkeypatch.setattr(service_checks, "LEAST_DISK_BYTES", 2**60)
+    status, found = run(capsys)
+    assert (status, found["lock"]["level"]) == (1, "problem")
+    assert "HEADGATE_LOCK_DIR" in found["lock"]["advice"]
+    assert (found["state directory"]["level"], found["providers"]["level"]) == ("warning", "note")
+    assert found["providers"]["advice"].startswith("set OPENAI_API_KEY")
 
 
 def test_used_ports_and_refused_keys_are_problems(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
