@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NamedTuple
 
 from gateway.access import rate_limits as core
 from gateway.access.authentication import Key
-from gateway.access.shared_limits import SharedLimits, share_of
+from gateway.access.shared_limits import Outage, SharedLimits, share_of
 from gateway.apis.openai.frames import Data, DeltaKind, Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import GatewayError, RefusedError
@@ -27,6 +28,21 @@ _LIMIT_NAMES = {
     core.LimitKind.TOKENS: "tokens a minute: {bound}",
     core.LimitKind.CONCURRENT: "requests at a time: {bound}",
 }
+
+
+class _Loss(NamedTuple):
+    """The accounts when the store was lost, each with the share of this gateway; what was added since then is merged
+    when the store is back.
+    """
+
+    at: float = 0.0
+    gateways: int = 1
+    accounts: Mapping[str, core.Account] = {}
+
+    def of_all(self, name: str) -> core.Account:
+        """The account of a key at all gateways."""
+        own = self.accounts.get(name, core.Account())
+        return replace(own, requests=own.requests * self.gateways, tokens=own.tokens * self.gateways)
 
 
 class Limiter:
@@ -45,8 +61,7 @@ class Limiter:
         self._accounts: dict[str, core.Account] = {}
         self._limits: dict[str, core.Limits] = {}
         self._shared = shared
-        self._at_loss: dict[str, core.Account] = {}
-        """The accounts when the store was lost: what was added since then is merged when it is back."""
+        self._loss = _Loss()
         if shared is not None:
             shared.state.on_down.append(self._on_down)
             shared.state.on_up.append(self._on_up)
@@ -154,22 +169,25 @@ class Limiter:
         return own
 
     def _on_down(self) -> None:
-        self._at_loss = dict(self._accounts)
+        assert self._shared is not None
+        self._loss = _Loss(self._clock(), self._shared.state.gateways, dict(self._accounts))
 
     async def _on_up(self) -> None:
         """Adds what was used while the store was lost."""
         assert self._shared is not None
-        at_loss, self._at_loss = self._at_loss, {}
+        loss, self._loss = self._loss, _Loss()
         now = self._clock()
         for name, account in tuple(self._accounts.items()):
             limits = self._limits.get(name, core.NO_LIMITS)
             if limits.is_any:
                 own = self._own(limits)
                 used = core.settled(account, own, now)
-                before = core.settled(at_loss.get(name, core.Account()), own, now)
+                before = core.settled(loss.accounts.get(name, core.Account()), own, now)
                 added = (max(0.0, used.requests - before.requests), max(0.0, used.tokens - before.tokens))
+                left = core.settled(loss.of_all(name), limits, now)
+                outage = Outage(loss.at, (left.requests, left.tokens), added)
                 running = self._accounts.get(name, account).running  # some may have ended while others were merged
-                await self._shared.merge(name, limits, added, running)
+                await self._shared.merge(name, limits, outage, running)
 
     async def _on_tick(self) -> None:
         """Keeps the shares current for keys that other gateways serve."""

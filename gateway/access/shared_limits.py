@@ -25,6 +25,18 @@ class SharedOutcome(NamedTuple):
     is_accepted: bool
 
 
+class Outage(NamedTuple):
+    """The use of a key around a time without the store: requests and tokens.
+
+    `began` is a time of this process's clock. `left`: what still counts of the use of all gateways before it; `added`:
+    what this gateway used since then.
+    """
+
+    began: float
+    left: tuple[float, float]
+    added: tuple[float, float]
+
+
 def share_of(limits: Limits, gateways: int) -> Limits:
     """One gateway's share of the limits, at least 1 of each."""
 
@@ -74,10 +86,10 @@ class SharedLimits:
             [*_bounds(limits), self._member(number), tokens, reserved],
         )  # fmt: skip
 
-    async def merge(self, name: str, limits: Limits, added: tuple[float, float], running: tuple[Running, ...]) -> None:
-        """Adds the requests and tokens of an outage, and lists the running requests of this gateway.
+    async def merge(self, name: str, limits: Limits, outage: Outage, running: tuple[Running, ...]) -> None:
+        """Adds what was used during an outage, and lists the running requests of this gateway.
 
-        Raises StoreLostError.
+        What was used before counts again if the server has lost its data. Raises StoreLostError.
         """
         values: list[str | int | float] = []
         if limits.concurrent is not None:
@@ -85,7 +97,10 @@ class SharedLimits:
                 values += [self.state.server_time(one.since), self._member(one.number)]
         await self.state.call(
             "limits", "merge_usage", [usage_key(name), running_key(name)],
-            [*_bounds(limits), *map(repr, added), self.state.gateway, *values],
+            [
+                *_bounds(limits), self.state.gateway, *map(repr, outage.added),
+                repr(self.state.server_time(outage.began)), *map(repr, outage.left), *values,
+            ],
         )  # fmt: skip
 
     async def active(self) -> dict[str, Account]:

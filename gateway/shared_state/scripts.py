@@ -46,7 +46,7 @@ def fence_key(name: str) -> str:
 
 
 def usage_key(name: str) -> str:
-    """Hash: requests and tokens of a key's limits, and when they were computed (`at`)."""
+    """Hash: requests and tokens of a key's limits, when they were computed (`at`) and created (`since`)."""
     return USAGE + name
 
 
@@ -179,6 +179,7 @@ local function account(key, per_minute_requests, per_minute_tokens)
 end
 local function keep(key, requests, tokens, at)
   redis.call('HSET', key, 'requests', exact(requests), 'tokens', exact(tokens), 'at', exact(at))
+  redis.call('HSETNX', key, 'since', exact(now))
   redis.call('EXPIRE', key, 3600)
 end
 local ROUNDING = 1e-6
@@ -239,18 +240,23 @@ redis.call('ZREM', KEYS[2], ARGV[3])
 """
 
 _MERGE_USAGE = """
--- KEYS: account, running; ARGV: limits on requests and tokens, requests and tokens to add, gateway, then the running
--- requests of this gateway: when each began, and its member.
+-- KEYS: account, running; ARGV: limits on requests and tokens, gateway, requests and tokens of an outage, its start,
+-- what still counts of the requests and tokens before it, then the running requests of this gateway: when each began,
+-- and its member.
 local bound, token_bound = tonumber(ARGV[1]), tonumber(ARGV[2])
 local requests, tokens, at = account(KEYS[1], bound, token_bound)
-if bound then requests = requests + ARGV[3] end
-if token_bound then tokens = tokens + ARGV[4] end
+local since = tonumber(redis.call('HGET', KEYS[1], 'since')) or now
+if since > tonumber(ARGV[6]) then -- the server has lost the account of that time
+  requests, tokens = math.max(requests, tonumber(ARGV[7])), math.max(tokens, tonumber(ARGV[8]))
+end
+if bound then requests = requests + ARGV[4] end
+if token_bound then tokens = tokens + ARGV[5] end
 keep(KEYS[1], requests, tokens, at)
 for _, member in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
-  if string.match(member, '^[^:]*') == ARGV[5] then redis.call('ZREM', KEYS[2], member) end
+  if string.match(member, '^[^:]*') == ARGV[3] then redis.call('ZREM', KEYS[2], member) end
 end
-for i = 6, #ARGV, 2 do redis.call('ZADD', KEYS[2], ARGV[i], ARGV[i + 1]) end
-if #ARGV > 5 then redis.call('EXPIRE', KEYS[2], 86400) end
+for i = 9, #ARGV, 2 do redis.call('ZADD', KEYS[2], ARGV[i], ARGV[i + 1]) end
+if #ARGV > 8 then redis.call('EXPIRE', KEYS[2], 86400) end
 """
 
 _ACTIVE_USAGE = """
