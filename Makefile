@@ -73,7 +73,7 @@ bench-outage: machine ## a minute without the inference service, and without a c
 bench-planner: machine ## how long one decision takes, 100 models on 8 devices and 1,000 on 64; QUICK=1 for fewer states
 	@exec $(RUN) benchmarks.planner
 
-bench-router: machine ## routing over nodes, simulated: 1,000 nodes, 10,000 models, three gateways; QUICK=1 for 200 nodes
+bench-router: machine ## routing over nodes, simulated: NODES=1000 MODELS=10000 SEED=1, three gateways; QUICK=1 for 200 nodes
 	@exec $(RUN) benchmarks.router_simulation
 
 bench-estimates: machine ## predicted against allocated bytes, architectures x contexts x KV types x layers x parallel; QUICK=1
