@@ -154,9 +154,9 @@ def _obstacle(node: NodeFacts, needs: NodeNeeds) -> tuple[str, float | None] | N
     if node.capabilities is not None and (lacks := needs.capabilities.difference(node.capabilities)):
         return f"cannot do {', '.join(sorted(lacks))}", None
     if node.breaker_open_for is not None:
-        return f"breaker open for another {_seconds(node.breaker_open_for)}", node.breaker_open_for
+        return f"its breaker is open; retry in {_seconds(node.breaker_open_for)}", node.breaker_open_for
     if node.queue_full_for is not None:
-        return f"its queue is full for another {_seconds(node.queue_full_for)}", node.queue_full_for
+        return f"its queue is full; retry in {_seconds(node.queue_full_for)}", node.queue_full_for
     if needs.fit_check and node.fits is False:
         return f"cannot fit now: {node.fit_reason or 'not enough memory'}", node.fit_in
     return None

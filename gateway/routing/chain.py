@@ -253,14 +253,14 @@ def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dro
         return Dropped(
             candidate,
             Drop.BREAKER,
-            f"breaker open for another {_seconds(known.breaker_open_for)}",
+            f"its breaker is open; retry in {_seconds(known.breaker_open_for)}",
             known.breaker_open_for,
         )
     if known.queue_full_for is not None:
         return Dropped(
             candidate,
             Drop.HELD,
-            f"its queue is full for another {_seconds(known.queue_full_for)}",
+            f"its queue is full; retry in {_seconds(known.queue_full_for)}",
             known.queue_full_for,
         )
     if candidate.is_local and requirements.fit_check and known.fits is False:

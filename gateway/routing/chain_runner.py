@@ -41,14 +41,14 @@ from inference.protocol import H_DEVICE
 T = TypeVar("T")
 
 MOST_BREAKS = 2
-"""Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes is
-no evidence against the request: the node itself ended, and nodes do not end because of requests."""
+"""Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes
+does not count: then the node has ended, which no request causes."""
 
 USAGE_BYTES = 1024
 """The end of an answer without a stream, where its usage is."""
 
 _SILENT = (Drop.SILENT, "several attempts wait for its first byte")
-_RECOVERING = (Drop.RECOVERING, "recovering from a failure, with few requests at a time")
+_RECOVERING = (Drop.RECOVERING, "it recovers from a failure and gets few requests at a time")
 
 
 class ChainRunner:
@@ -209,10 +209,10 @@ class ChainRunner:
                     waiting.appendleft(candidate)
                 elif lease.recovering or lease.silent:
                     drop, why = _SILENT if lease.silent else _RECOVERING
-                    outcomes.defer(Dropped(candidate, drop, f"{lease.by} {why}"))
+                    outcomes.defer(Dropped(candidate, drop, f"{lease.by}: {why}"))
                     waiting.append(candidate)
                 else:
-                    why = f"breaker {lease.by} open for another {max(lease.retry_in, 0):.0f} s"
+                    why = f"breaker {lease.by} is open; retry in {max(lease.retry_in, 0):.0f} s"
                     outcomes.drop(Dropped(candidate, Drop.BREAKER, why, lease.retry_in))
                 continue
             state.budget = state.budget.spend()

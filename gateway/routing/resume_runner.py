@@ -316,7 +316,7 @@ async def _attempt(
         return "its provider is gone"
     lease = await state.acquire(candidate, forced=True)  # a recovering breaker must not end an answer that has begun
     if isinstance(lease, Refused):
-        return f"breaker {lease.by} is open for another {lease.retry_in:.1f} s"
+        return f"breaker {lease.by} is open; retry in {lease.retry_in:.1f} s"
     try:
         return Attempt(state, candidate, provider, lease, last, budget, body)
     except BaseException:

@@ -146,7 +146,7 @@ class UsageService:
                 return await asyncio.to_thread(run)
         except TimeoutError:
             raise RequestError(
-                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose less of it"
+                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose a shorter time"
             ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
             raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error

@@ -462,10 +462,15 @@ class Advice:
     """Facts for alerts, besides the ledger."""
 
     peaks: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """when foreign use last filled a device, and the highest bytes of it lately"""
     refused: Mapping[str, float] = field(default_factory=dict)
+    """when the load of a model was last refused"""
     rejections: tuple[tuple[float, Priority, int], ...] = ()
+    """requests that a full queue rejected: time, priority, and the limit of the queue"""
     outgrown: Mapping[str, Growth] = field(default_factory=dict)
+    """by model"""
     logged: Mapping[tuple[str, str], Alert] = field(default_factory=dict)
+    """the alerts in the log that are not over, by kind and subject"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +520,10 @@ class EvictCommand:
 
 @dataclass(frozen=True, slots=True)
 class MoveCommand:
-    """Moves a model: measured and checked first (`begun` false), then its ticket waits. `home`: by fallback return."""
+    """Moves a model: it is measured and checked first (`begun` is false), then its ticket waits.
+
+    `returns_from_cpu`: the authority moves a model back that had fallen back to the CPU.
+    """
 
     model: str
     device: str

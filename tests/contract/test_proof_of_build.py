@@ -144,7 +144,7 @@ def test_answer_with_the_learned_beginning_passes() -> None:
     assert _answered(build_proof_job.ANSWER) == build_proof_job.ANSWER[: build_proof_job.TOKENS + 1]
 
 
-def test_another_answer_fails() -> None:
+def test_check_of_the_build_fails_with_another_answer() -> None:
     with pytest.raises(build_proof_job.ProofError, match="instead of 'I am a small demo model"):
         _answered("I an a small demo model")
 

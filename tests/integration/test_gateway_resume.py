@@ -310,7 +310,7 @@ async def test_record_has_a_breaker_that_opened_during_the_answer(tmp_path: Path
     fake.queue["demo"] = [BREAKS["cut"], Answer(status=500)]
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {failures: 2}\n") as gateway:
         (broke,) = await breaks_of(gateway, stream=True)
-    assert broke["dropped"]["local/demo-mini"].startswith("breaker local is open for another ")
+    assert broke["dropped"]["local/demo-mini"].startswith("breaker local is open; retry in ")
 
 
 # --- clouds -----------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_masks_apply_to_every_sampler(
         },
     ),
 )
-def test_any_combination_of_samplers_follows_a_form(
+def test_constraint_holds_with_any_combination_of_samplers(
     rig: EngineRig, compiler: Compiler, seed: int, changes: dict[str, Any]
 ) -> None:
     drawn = _answer(rig, Sampling(seed=seed, **changes), Regex("[ab]{4,12}"), compiler)

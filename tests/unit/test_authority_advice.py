@@ -50,7 +50,7 @@ class Site:
         assert isinstance(self.world.errors[ticket], MemoryLimitExceededError)
 
 
-def test_share_of_a_gpu_that_other_programs_fill_is_lowered() -> None:
+def test_alert_suggests_a_lower_share_of_a_gpu_filled_by_other_programs() -> None:
     site = Site("a", sizes={"a": 400})
     lease = site.world.leased("a")
     site.world.foreign_mib(GPU, 550)
@@ -76,7 +76,7 @@ def test_nothing_is_recommended_where_other_programs_alone_fill_a_device() -> No
     assert site.alerts() == {Kind.FOREIGN_USE: {}}
 
 
-def test_share_of_host_memory_that_other_programs_fill_is_lowered() -> None:
+def test_alert_suggests_a_lower_share_of_host_memory_filled_by_other_programs() -> None:
     site = Site("a", sizes={"a": 400}, gpus=())
     site.models["a"]["pinned"] = True
     site.apply({"INFERENCE_CPU_MEMORY_MAX_PERCENT": "0.9"})

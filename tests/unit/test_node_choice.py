@@ -29,14 +29,14 @@ def loaded(name: str, load: int = 0, parallel: int = 4, cached: int = 0) -> Node
     (NodeFacts("a", excluded="failed before"), "failed before", None),
     (NodeFacts("a", listed=False), "does not have the model", None),
     (NodeFacts("a", capabilities=("tools",)), "cannot do chat", None),
-    (NodeFacts("a", breaker_open_for=0.5), "breaker open for another a moment", 0.5),
-    (NodeFacts("a", queue_full_for=3.0), "its queue is full for another 3 s", 3.0),
+    (NodeFacts("a", breaker_open_for=0.5), "its breaker is open; retry in a moment", 0.5),
+    (NodeFacts("a", queue_full_for=3.0), "its queue is full; retry in 3 s", 3.0),
     (NodeFacts("a", fits=False, fit_in=9.0), "cannot fit now: not enough memory", 9.0),
     (NodeFacts("a", fits=False, fit_reason="gpu-0 lacks 3 GiB"), "cannot fit now: gpu-0 lacks 3 GiB", None),
 ])  # fmt: skip
 def test_the_reason_of_every_node_is_reported(node: NodeFacts, reason: str, retry_in: float | None) -> None:
     result = choose([node, NodeFacts("b", queue_full_for=20.0)], NEEDS, random.random)
-    assert result == NoNode({"a": reason, "b": "its queue is full for another 20 s"}, min(retry_in or 20.0, 20.0))
+    assert result == NoNode({"a": reason, "b": "its queue is full; retry in 20 s"}, min(retry_in or 20.0, 20.0))
     assert chosen(node, loaded("c")) == ChosenNode("c", 1.0)
 
 

@@ -115,4 +115,4 @@ class EngineThread:
         try:
             self._end(self._stopping)
         except BaseException:
-            log.exception("not all requests could be ended")
+            log.exception("internal error: not all requests could be ended")

@@ -205,7 +205,10 @@ class TieredStore:
                 self._queue_write(stored)
         for stored in self._fetches:
             if stored.sequence.fetching and self._is_overdue(stored):
-                log.warning("a stored sequence is read too slowly: tokens=%d", len(stored.sequence.tokens))
+                log.warning(
+                    "a stored sequence is read too slowly, its prompt is computed instead: tokens=%d",
+                    len(stored.sequence.tokens),
+                )
                 stored.sequence.fetching = False
         self._memory.end_transit()
 
@@ -241,7 +244,9 @@ class TieredStore:
         try:
             is_free = self._memory.arena.open()
         except OSError as error:
-            log.warning("stored sequences end with this worker: their memory cannot be used (%s)", error.strerror)
+            log.warning(
+                "stored sequences are lost when this worker ends: cannot open their memory (%s)", error.strerror
+            )
             self._memory.arena = Arena()
             is_free = self._memory.arena.open()
         if is_free:

@@ -69,7 +69,9 @@ def _unusable(state: State, model: ModelRecord, device: str, now: float) -> Inva
     if found[device].state not in USABLE:
         return InvalidRequestError(f"{device} is {found[device].state}; choose another device", param="device")
     if device in replicas.taken_devices(state, model):
-        return InvalidRequestError(f"{device} has another replica of {model.spec.configured_id!r}", param="device")
+        return InvalidRequestError(
+            f"{device} has another replica of {model.spec.configured_id!r}; choose another device", param="device"
+        )
     if device != CPU and (model.spec.gpu_layers == 0 or state.settings.force_cpu_mode):
         cause = "INFERENCE_FORCE_CPU_MODE is set" if state.settings.force_cpu_mode else "its gpu_layers is 0"
         return InvalidRequestError(f"{model.id!r} runs on the CPU only: {cause}", param="device")

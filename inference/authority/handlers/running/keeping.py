@@ -98,7 +98,7 @@ def kept_for(state: State, placement: Placement, now: float) -> frozenset[str]:
 
 
 def droppable(state: State) -> list[Warm]:
-    """The models that are warm and not wanted."""
+    """The warm models that no request waits for."""
     return [
         _warm(model, model.kept.count_bytes)
         for model in state.models.values()
@@ -118,7 +118,7 @@ def why_not_restorable(state: State, model: ModelRecord, now: float) -> str | No
     reading = None if device is None else device_view.reading(state, device, now)
     if device is None or (reading is not None and reading.state in USABLE):
         return None
-    return f"{device} is {'gone' if reading is None else reading.state}"
+    return f"{device} is {'not found' if reading is None else reading.state}"
 
 
 def request_to_restore(state: State, model: ModelRecord, request: Request) -> Request:

@@ -100,7 +100,7 @@ def _fit(draft: Draft, model: ModelRecord, fix: Mapping[str, Any]) -> None:
     draft.plan()
 
 
-# --- refused to a worker ---------------------------------------------------------------------------------------------
+# --- allocation failures of workers -----------------------------------------------------------------------------------
 def ran_out(exit: WorkerExit) -> bool:
     """Whether a worker ended because memory ran out."""
     return exit.cause in _OOM or exit.starved
@@ -243,7 +243,7 @@ def cleaned(draft: Draft, event: Trimmed) -> None:
     if model.cleans_host:
         for other in list(draft.state.models.values()):
             if draft.state.eviction_state(other, draft.now) is EvictionState.WARM:
-                gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, ("all other steps were tried",))
+                gone = Departure(Reason.MEMORY_WANTED, Action.UNLOAD, (f"{model.id} lacks host memory",))
                 endings.end(draft, other.id, gone)
     draft.info("out of memory for %s: dropping cached prefixes released %s", model.id, format_bytes(freed))
     draft.set_model(model.id, cleaning=False)
