@@ -199,23 +199,23 @@ def openapi_router(runtime: Runtime, app: FastAPI) -> APIRouter:
 
 def description(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document for the FastAPI routes of `app` and the generation paths."""
-    hot: dict[str, Mapping[str, Any]] = {}
+    bodies: dict[str, Mapping[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for endpoint in Endpoint:
-        hot[f"/v1/{endpoint}"], parts = json_schema(BODIES[endpoint][0])
+        bodies[f"/v1/{endpoint}"], parts = json_schema(BODIES[endpoint][0])
         schemas |= parts
-    hot[responses_api.PATH], parts = responses_schema()
-    hot[token_count_routes.INPUT_TOKENS_PATH] = hot[responses_api.PATH]
+    bodies[responses_api.PATH], parts = responses_schema()
+    bodies[token_count_routes.INPUT_TOKENS_PATH] = bodies[responses_api.PATH]
     schemas |= parts
     for path, body in ((MessagesApi.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
-        hot[path], parts = json_schema(body)
+        bodies[path], parts = json_schema(body)
         schemas |= parts
     for path, ollama in OLLAMA_PATHS.items():
-        hot[path], parts = json_schema(ollama.body)
+        bodies[path], parts = json_schema(ollama.body)
         schemas |= parts
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
     streams += [responses_api.PATH, MessagesApi.path]
-    found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams, schemas)
+    found = openapi.completed(app.openapi(), bodies, OPEN_PATHS, streams, schemas)
     found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
     for path in (MessagesApi.path, token_count_routes.PATH):
         found["paths"][path]["post"]["responses"]["default"]["content"] = {

@@ -159,7 +159,7 @@ class Authority:
         try:
             self._state, found = step(self._state, event, self.now)
         except Exception:
-            log.exception("the event %s could not be handled", type(event).__name__)
+            log.exception("internal error: the event %s could not be handled", type(event).__name__)
             return
         for effect in found:
             work = self._performers[type(effect)](effect)

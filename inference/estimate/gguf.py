@@ -129,7 +129,7 @@ def _facts(
     if len(architecture) > _LONGEST_NAME:
         raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
     if not architecture.isprintable():
-        raise BadGgufError(f"its architecture is {_shown(architecture)}")
+        raise BadGgufError(f"its architecture {_shown(architecture)} has unprintable characters")
     if architecture == "clip":
         raise BadGgufError("it is an image projector; configure it as `mmproj` of a model")
     if metadata.get("general.type") == "adapter":

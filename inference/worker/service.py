@@ -1,6 +1,6 @@
 """The main program of a worker process: hello, grant, load, ready, serve, offload, drain, stop.
 
-The process ends with the authority: the kernel ends it on Linux, and the end of file of the link does everywhere. It
+The process ends with the authority: it ends at the end of file of the link, and on Linux the kernel also ends it. It
 ignores SIGINT, which the supervisor handles, and drains on SIGTERM.
 """
 
@@ -218,8 +218,8 @@ class Worker:
             self._end("drain")
 
     def _receive(self, order: Order) -> None:
-        """Carries out an order of the authority. Models that pool have no sequences to limit or drop, but may have a
-        heap to trim.
+        """Carries out an order of the authority. Embedding and reranking models have no sequences to limit or drop, but
+        may have a heap to trim.
         """
         match order:
             case Drain():

@@ -119,7 +119,7 @@ def test_sequences_are_stored_within_the_limit_and_restored_only_if_they_match(t
         rig.send(worker_link.Hold(grant.path))
         rig.send(replace(grant, flash_attention=False))
         assert rig.ready().stored_tokens == 0
-        assert "made for another form of the model" in rig.log
+        assert "made with another file or other settings of the model" in rig.log
         assert text_of(ask(rig, STORY)) != ""
 
 

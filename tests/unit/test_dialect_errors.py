@@ -98,7 +98,7 @@ def test_invalid_keys_and_empty_accounts_have_a_status_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("status", [413, 429])
-def test_request_larger_than_the_limit_of_a_minute_has_one_code(status: int) -> None:
+def test_request_larger_than_the_rate_limit_is_request_too_large(status: int) -> None:
     text = openai_wire.TOO_LARGE["error"]["message"]
     error = read(status, openai_wire.TOO_LARGE)
     assert (error.status, error.code, error.message) == (413, "request_too_large", text)

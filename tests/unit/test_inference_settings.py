@@ -322,7 +322,7 @@ def test_split_by_tensor_needs_flash_attention(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["gpu", "-1", "513", "1.5", "true", "[1]", "''"])
-def test_other_values_of_experts_are_one_problem(value: str, directory: Path) -> None:
+def test_invalid_value_of_experts_is_one_problem(value: str, directory: Path) -> None:
     found = problems(directory, f"models:\n  a: {{path: tiny.gguf, experts: {value}}}")
     assert found.count("write device, host, auto, or the number of layers (0 to 512)") == 1
     assert found.count("\n") <= 1

@@ -157,7 +157,7 @@ def test_other_bytes_on_the_same_pages_are_kept(memory: mmap.mmap, first: int, s
 
 
 @on_linux
-def test_several_and_empty_spans_are_swapped(memory: mmap.mmap) -> None:
+def test_swap_accepts_several_spans_and_none(memory: mmap.mmap) -> None:
     start = address(memory)
     swap = Swap()
     assert swap.swap_out([(start, 0), (start + 8192, 4096), (start, 4096)]) == 8192

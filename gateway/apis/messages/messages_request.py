@@ -233,7 +233,7 @@ def _user(turn: _Turn, calls: dict[str, str]) -> Iterator[Message]:
     for path, block in turn.of(ToolResultBlock):
         id = block.tool_use_id
         if id not in calls or id in results:
-            problem = "has a result already" if id in results else "is no call of the assistant's turn before"
+            problem = "already has a result" if id in results else "is not a `tool_use` of the previous assistant turn"
             refuse(f"{path}.tool_use_id", f"`{path}.tool_use_id` {id[:64]!r} {problem}")
         results[id] = block
     _check_all_answered(id for id in calls if id not in results)

@@ -26,6 +26,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
+from headgate.shared.units import format_bytes
 from inference.errors import Shortage
 
 K = TypeVar("K")
@@ -234,9 +235,11 @@ class Ledger:
             if count > holding.bytes.get(device, 0)
         }
         if growth and (lacking := self.lacks(growth, exempt=holding.exempt)):
-            raise LedgerError(
-                f"{holding.owner} needs more than its reservation on {', '.join(x.device for x in lacking)}"
+            short = ", ".join(
+                f"{format_bytes(item.need_bytes)} more on {item.device}, available are {format_bytes(item.free_bytes)}"
+                for item in lacking
             )
+            raise LedgerError(f"{holding.owner} needs more than its reservation: {short}")
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
     def grow(self, id: str, device: str, count: int, *, beyond: bool = False) -> Ledger:
@@ -260,7 +263,8 @@ class Ledger:
             (grown.loaded_bytes, grown.limit_bytes, "the memory limit"),
         ):
             if bound is not None and used > bound and not beyond:
-                raise LedgerError(f"{holding.owner} needs more than its reservation on {device}, and exceeds {name}")
+                more_text = f"{format_bytes(count)} more than its reservation on {device}"
+                raise LedgerError(f"{holding.owner} uses {more_text}, and exceeds {name} ({format_bytes(bound)})")
         return grown
 
     def shrink(self, id: str, rest: Mapping[str, int]) -> Ledger:

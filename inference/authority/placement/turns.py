@@ -1,8 +1,8 @@
 """Turns of models in use, and claims of models that wait for room.
 
-A model in use keeps its room for one turn after it became ready. After the turn, and when another model has been wanted
-for the resident's `min_residency`, the planner may evict it; it is drained, so that running requests complete. The
-model that has waited longest has a claim on the room that becomes free; other models may load only beside the claim.
+A model in use keeps its memory for one turn after it became ready. The planner may evict it when the turn is over and
+requests have waited for another model for the resident's `min_residency`; running requests complete first. The model
+that has waited longest has a claim on the memory that becomes free; other models may load only beside the claim.
 Without claims, small models that swap with each other would keep a large one waiting forever, because it needs several
 turns to end at the same time.
 """

@@ -103,7 +103,8 @@ def foreign_use_alert(
         Kind.FOREIGN_USE,
         device,
         f"other programs used {format_bytes(peak_bytes)} of {device} recently, and Headgate may use "
-        f"{format_bytes(budget_bytes)}: together above the CRITICAL level of {format_bytes(total_bytes)}",
+        f"{format_bytes(budget_bytes)}: together above the CRITICAL level ({bounds.critical:.0%} of "
+        f"{format_bytes(total_bytes)})",
         changes,
     )
 
@@ -147,7 +148,7 @@ def queue_alert(priority: str, limit: int, count: int) -> Alert | None:
     return Alert(
         Kind.QUEUE_FULL,
         priority,
-        f"{count} requests of {priority} priority found {limit} waiting already in {REJECTIONS_SECONDS:.0f} s",
+        f"a full queue (limit {limit}) rejected {count} requests of {priority} priority in {REJECTIONS_SECONDS:.0f} s",
         (Change(f"INFERENCE_QUEUE_{priority.upper()}", str(limit + count)),),
     )
 

@@ -242,7 +242,7 @@ class DiskTier:
         del encoded[prefix.state_at :]
         head = decode_head(encoded)
         if head.key != self._key:
-            raise InvalidEntryError("made for another form of the model")
+            raise InvalidEntryError("made with another file or other settings of the model")
         return encoded, head
 
     def _read_states(self, handle: int, head: Head, arena: Arena, region: Region) -> None:

@@ -310,7 +310,8 @@ class TieredStore:
             self._memory.enter(stored, region)
         if foreign:
             self._counts.invalid += foreign
-            log.info("stored sequences removed from host memory: count=%d: made for another form of the model", foreign)
+            why = "duplicates, or made with another file or other settings of the model"
+            log.info("stored sequences removed from host memory: count=%d: %s", foreign, why)
 
     def _find_on_disk(self) -> None:
         """Reads the heads of the files in the background, some at a time, so that fetches need not wait."""

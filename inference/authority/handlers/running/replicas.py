@@ -20,7 +20,7 @@ UP = (_S.LOADING, _S.RESTORING, *ACCEPTING)
 """States in which a replica takes requests, or will soon."""
 _LOADABLE = (_S.COLD, _S.WARM)
 ALONE_SECONDS = 10.0
-"""A request that must run alone waits for the next load of the replica whose worker ended if it takes at most this."""
+"""A request that must run alone waits at most this long for the next load of a replica whose worker has ended."""
 MOST_CONVERSATIONS = 1024
 """Conversations per model whose last replica is known; the one with the oldest request is forgotten."""
 
