@@ -1,10 +1,10 @@
 """The choice of a node for one request: filter, score, pick.
 
-    score = predicted time to first token = load + queue + uncached prompt tokens / prefill rate
+    score = predicted time to first token = time to load + queue + uncached prompt tokens / prefill rate
 
 A part that a node does not report counts as the median of what the other nodes report, or as the constant below. The
 pick is a power of two choices: two nodes are drawn among those whose score is within a margin of the best, and the one
-with the lower load is chosen. A node with cached tokens of the prompt has a better score, so affinity needs no rule.
+with fewer requests is chosen. A node with cached tokens of the prompt has a better score, so affinity needs no rule.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def load_bound(mean: float) -> float:
 def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
     """`nodes` without those with much more load than the mean, while one with the model loaded has a free slot.
 
-    The means are those of the nodes with the model loaded: of its requests per slot, which does not leave out nodes
-    with a free slot, and of the requests for all models.
+    Compared are the requests for the model per slot (a node with a free slot is never left out) and the requests for
+    all models, each with the mean of the nodes that have the model loaded.
     """
     loaded = [node for node in nodes if node.is_loaded]
     if all(node.load >= 1 for node in loaded):
@@ -217,8 +217,8 @@ def _median(known: Sequence[float], otherwise: float) -> float:
 def _pick(scores: Sequence[float], draw: Callable[[], float]) -> int:
     """The index of a random score among those within the margin of the best; a better score is more likely.
 
-    Each score gets a random part of the margin, which depends on this score only: a node whose score improves is
-    picked with all the numbers with which it was picked before.
+    Each score gets a random part of the margin, which depends on this score only, so that a node whose score improves
+    is never picked less often.
     """
     drawn = [score + draw() * (MARGIN_SECONDS + MARGIN_SHARE * score) for score in scores]
     return drawn.index(min(drawn))

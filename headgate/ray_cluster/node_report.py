@@ -1,4 +1,4 @@
-"""What the parts of a Ray cluster tell each other: the settings of all services, the report of one, the membership."""
+"""The messages between the parts of a Ray cluster: settings of all services, report of one service, membership."""
 
 from __future__ import annotations
 

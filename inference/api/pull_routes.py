@@ -133,7 +133,7 @@ class Pulls:
             if kind == "done":
                 self.reload()
                 data["model"] = self._model_of(data["path"])
-                log.info("%s is in %s", source, data["path"])
+                log.info("downloaded %s into %s", source, data["path"])
             yield _frame(kind, data)
             if kind == "done":
                 return

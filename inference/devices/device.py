@@ -52,7 +52,7 @@ class Reading:
     context_bytes: int | None = None
     """What a process takes before its first buffer; None if unknown."""
     process_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Its bytes by process id, as far as the driver tells them and the processes are in the service's namespace."""
+    """Its bytes by process id, as far as the driver reports them and the processes are in the service's namespace."""
 
     def to_json(self) -> dict[str, Any]:
         """The entry in `/devices`."""

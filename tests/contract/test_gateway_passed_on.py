@@ -104,7 +104,7 @@ async def test_accepted_frames_do_not_wake_the_reader_and_refused_ones_do(
         assert len(sink.frames) == 2
 
 
-async def test_end_and_its_frames_go_to_the_reader(service: tuple[Service, LocalProvider]) -> None:
+async def test_last_frames_are_left_to_the_reader_of_the_stream(service: tuple[Service, LocalProvider]) -> None:
     upstream, provider = service
     async with listening(upstream, provider) as (sink, waiting):
         upstream.say(chunk("a", "stop") + b"data: [DONE]\n\n")

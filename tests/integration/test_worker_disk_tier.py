@@ -269,7 +269,7 @@ def test_the_oldest_files_give_way_on_a_full_disk(
     assert not first.is_paused
 
 
-def test_a_disk_that_stays_full_costs_few_files(
+def test_writes_pause_while_the_disk_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other programs take what becomes free: the writes pause. Pinned files alone make no room."""

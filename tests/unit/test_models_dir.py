@@ -122,7 +122,7 @@ def test_hub_source_is_the_downloaded_file_with_its_projector(tmp_path: Path) ->
         ("hf:o/r/../../x.gguf", "write hf:ORGANIZATION/REPOSITORY:QUANTIZATION"),
     ],
 )
-def test_hub_source_without_a_complete_download_is_a_mistake_with_the_command(
+def test_incomplete_download_of_a_hub_source_is_an_error_with_the_pull_command(
     tmp_path: Path, source: str, message: str
 ) -> None:
     put(tmp_path / "models/o/r", "r-Q5_0.gguf", "r-Q8_0.gguf", "big-00001-of-00002.gguf")

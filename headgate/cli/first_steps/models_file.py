@@ -35,7 +35,7 @@ def with_entry(text: str, name: str, fields: Mapping[str, Any]) -> str:
 
 def _by_hand(name: str, fields: Mapping[str, Any]) -> str:
     block = textwrap.indent(_block(name, fields), "  ").rstrip()
-    return f"the layout of the file is not one that can be changed safely; add this under `models:`\n{block}"
+    return f"the file cannot be changed without a risk for its other content; add this under `models:`\n{block}"
 
 
 def _block(name: str, fields: Mapping[str, Any]) -> str:

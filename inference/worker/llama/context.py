@@ -353,7 +353,9 @@ class Context:
         self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
         self.forget_all()
         if status is not OK:
-            raise LoadError(ExitCause.OOM_COMPUTE, f"the first step failed ({status.name.lower()})")
+            raise LoadError(
+                ExitCause.OOM_COMPUTE, f"llama.cpp could not compute the first step ({status.name.lower()})"
+            )
 
 
 @dataclass(frozen=True, slots=True)
