@@ -369,6 +369,7 @@ class World:
             case events.Loaded(worker, ready):
                 if process := self.alive.get(worker):
                     self._allocate(process, ready)
+                self.saved.pop(worker, None)  # of an earlier stay in the warm pool
                 return process is not None
             case events.FileHeld(worker, count):
                 if process := self.alive.get(worker):

@@ -121,6 +121,16 @@ def test_figure_of_a_process_decides_also_while_it_is_idle() -> None:
     assert attributed(700, 200, idle, busy) == ({"a": 500}, 200)
 
 
+def test_small_growth_of_several_models_is_booked_when_it_is_large_together() -> None:
+    """Else it would look like growth of other programs."""
+    grown = [occupant(name, 1000, process_bytes=(1000 + more) * MIB) for name, more in (("a", 25), ("b", 39))]
+    assert attributed(64, 0, *grown) == ({}, 64)
+    found = attribute(64 * MIB, 0, grown, SLACK, is_settled=True)
+    assert found.small_bytes == 64 * MIB
+    third = occupant("c", 1000, process_bytes=1010 * MIB)
+    assert attributed(74, 0, *grown, third) == ({"a": 25, "b": 39}, 10)
+
+
 def test_rise_without_figures_belongs_to_the_active_model() -> None:
     assert attributed(700, 200, occupant("a", 8000), occupant("b", 8000, active_at=1.0)) == ({"b": 500}, 200)
 

@@ -75,19 +75,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The changes of holdings, and the unexplained bytes that count as foreign from now on."""
+    """The changes of holdings, and the unexplained bytes that count as foreign from now on.
+
+    `small_bytes`: growth of all models that is too small to be booked.
+    """
 
     changes: tuple[Change, ...]
     foreign_bytes: int
+    small_bytes: int = 0
 
 
 def slack_bytes(total_bytes: int) -> int:
-    """Changes up to this size are not booked. A model's growth is booked before it counts as a rise of foreign use."""
+    """Changes up to this size are not booked. So growth is booked before it counts as a rise of foreign use.
+
+    Growth of several models counts together.
+    """
     return min(SLACK_BYTES, tolerated_bytes(total_bytes))
 
 
 def tolerated_bytes(total_bytes: int) -> int:
-    """Growth up to this size that does not fit has no effect."""
+    """Growth up to this size that does not fit, of all models together, has no effect."""
     return int(total_bytes * TOLERATED_SHARE)
 
 
@@ -104,19 +111,22 @@ def attribute(
     `unexplained_bytes`: used minus booked, negative if less is in use than booked. `foreign_bytes`: the last result.
     Without `is_settled`, memory of a loading or ending worker makes `unexplained_bytes` too small: only rises count.
     """
-    found = [change for item in occupants if (change := _by_process(item, slack)) is not None]
+    grown = [item.process_bytes - item.booked_bytes for item in occupants if item.process_bytes is not None]
+    most = slack if sum(more for more in grown if more > 0) <= slack else slack // len(grown)
+    found = [change for item in occupants if (change := _by_process(item, most)) is not None]
+    small = sum(more for more in grown if 0 < more <= most)
     rest = unexplained_bytes - sum(change.bytes for change in found)
     unproven = [item for item in occupants if item.process_bytes is None]
     active = [item for item in unproven if item.active_at is not None]
     rise = rest - foreign_bytes
     if rise > slack:
         by_activity = _by_activity(active, rise)
-        return Attribution((*found, *by_activity), foreign_bytes if by_activity else rest)
+        return Attribution((*found, *by_activity), foreign_bytes if by_activity else rest, small)
     if rise > 0:
-        return Attribution(tuple(found), foreign_bytes if active else rest)
+        return Attribution(tuple(found), foreign_bytes if active else rest, rise if active else small)
     if not is_settled:
-        return Attribution(tuple(found), foreign_bytes)
-    return Attribution((*found, *_shrunk(unproven, -rest)), max(0, rest))
+        return Attribution(tuple(found), foreign_bytes, small)
+    return Attribution((*found, *_shrunk(unproven, -rest)), max(0, rest), small)
 
 
 def _by_process(item: Occupant, slack: int) -> Change | None:

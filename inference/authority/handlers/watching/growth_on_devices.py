@@ -14,6 +14,7 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running import departure, worker_memory
 from inference.authority.lifecycle import SERVING, Reason
 from inference.authority.placement.device_growth import (
+    Attribution,
     Change,
     Grown,
     Mark,
@@ -38,8 +39,10 @@ def observed(draft: Draft, before: tuple[Reading, ...], *, is_read: bool) -> Non
     ledger, foreign = draft.state.ledger, _foreign_bytes(draft.state)
     for reading in device_view.readings(draft.state, draft.now):
         if reading.id in fresh and _has_figures(draft.state, reading):
-            for change in _decide(draft, reading):
-                _book(draft, reading, change)
+            changes, small_bytes = _decide(draft, reading)
+            spare = tolerated_bytes(reading.total_bytes) - small_bytes
+            for change in sorted(changes, key=lambda change: change.bytes):
+                spare -= _book(draft, reading, change, spare)
     if draft.state.ledger is not ledger or _foreign_bytes(draft.state) != foreign:
         draft.state = device_view.entered(draft.state, draft.now)
 
@@ -53,13 +56,13 @@ def _has_figures(state: State, reading: Reading) -> bool:
     return reading.id in state.ledger.accounts and reading.total_bytes > 0 and reading.sign is Sign.HEALTHY
 
 
-def _decide(draft: Draft, reading: Reading) -> tuple[Change, ...]:
-    """The changes of models that a reading shows; updates the mark of the device."""
+def _decide(draft: Draft, reading: Reading) -> tuple[tuple[Change, ...], int]:
+    """The changes of models that a reading shows, and the bytes of smaller ones; updates the mark of the device."""
     state, devices, device = draft.state, draft.state.devices, reading.id
     is_reading = devices.begun > devices.done
     now = _bookings(state.ledger.holdings, device)
     if is_reading and _bookings(devices.booked, device) != now:
-        return ()
+        return (), 0
     began_at = devices.begun_at if is_reading else draft.now
     workers = [worker for worker in state.workers.values() if worker.holding in now]
     unexplained = reading.used_bytes - state.ledger.balance(device).ours_bytes
@@ -70,9 +73,8 @@ def _decide(draft: Draft, reading: Reading) -> tuple[Change, ...]:
         for worker in workers
         if now[worker.holding][0] is not Phase.RESERVED
     }
-    changes: tuple[Change, ...] = ()
     if mark is None:
-        foreign = state.ledger.balance(device).foreign_bytes
+        found = Attribution((), state.ledger.balance(device).foreign_bytes)
     else:
         # a model that left may have had more booked than it used: so much use may look new
         left = sum(count for holding, count in mark.overheads.items() if holding not in now)
@@ -83,9 +85,8 @@ def _decide(draft: Draft, reading: Reading) -> tuple[Change, ...]:
             slack_bytes(reading.total_bytes),
             is_settled=all(phase is Phase.RESIDENT for phase, _ in now.values()),
         )
-        foreign, changes = found.foreign_bytes, found.changes
-    _set_mark(draft, device, Mark(foreign, began_at, overheads))
-    return changes
+    _set_mark(draft, device, Mark(found.foreign_bytes, began_at, overheads))
+    return found.changes, found.small_bytes
 
 
 def _bookings(holdings: Mapping[str, Holding], device: str) -> dict[str, tuple[Phase, int]]:
@@ -110,8 +111,10 @@ def _occupant(state: State, worker: WorkerRecord, reading: Reading, since: float
     )
 
 
-def _book(draft: Draft, reading: Reading, change: Change) -> None:
-    """Books a change. Growth that does not fit is booked, and its model leaves, so that no other model pays."""
+def _book(draft: Draft, reading: Reading, change: Change, spare: int) -> int:
+    """Books a change. Growth that does not fit is booked, and its model leaves, so that no other model pays. Up to
+    `spare` bytes of it remain unexplained, so that further growth adds to them; returns how many.
+    """
     worker = next(item for item in draft.state.workers.values() if item.holding == change.holding)
     before = worker.device_growth.get(reading.id)
     evidence = before.evidence if before and change.bytes < 0 else change.evidence
@@ -125,8 +128,8 @@ def _book(draft: Draft, reading: Reading, change: Change) -> None:
         try:
             ledger = ledger.grow(worker.holding, reading.id, change.bytes)
         except LedgerError as error:
-            if change.bytes <= tolerated_bytes(reading.total_bytes):
-                return  # it remains unexplained, so that further growth adds to it
+            if change.bytes <= spare:
+                return change.bytes
             problem = str(error)
             ledger = ledger.grow(worker.holding, reading.id, change.bytes, beyond=True)
     draft.set(ledger=ledger)
@@ -134,16 +137,17 @@ def _book(draft: Draft, reading: Reading, change: Change) -> None:
     draft.set_worker(worker.id, device_growth={name: item for name, item in growths.items() if item.bytes})
     draft.changed()
     if change.bytes < 0:
-        return
+        return 0
     worker_memory.note_growth(draft, worker, reading.id, change.bytes)
     worker_memory.learn_overhead(draft, worker)
     what = sentence(reading.id, grown)
     if not problem:
         draft.warning("%s %s; it is booked now", worker.model, what)
-        return
+        return 0
     draft.error("%s %s, and is drained: %s", worker.model, what, problem)
     departure.leave(draft, worker.model, Reason.OUTGREW, explanation=(problem, what))
     departure.stop_in(draft, worker.model, draft.state.settings.drain_seconds)
+    return 0
 
 
 def sentence(device: str, grown: Grown) -> str:
