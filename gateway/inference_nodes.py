@@ -165,7 +165,10 @@ class InferenceNodes:
 
     def _nodes_to_rebalance(self) -> Nodes | None:
         view = self.fleet.view
-        return Nodes(self.fleet.nodes, view, self._now.settings.replicas) if isinstance(view, FleetView) else None
+        if not isinstance(view, FleetView):
+            return None
+        replicas = {view.aliases.get(name, name): count for name, count in self._now.settings.replicas.items()}
+        return Nodes(self.fleet.nodes, view, replicas)
 
     # --- what happens at nodes (see `NodeObserver`) ------------------------------------------------------------------
     def on_event(self, node: Node, kind: str, data: Mapping[str, Any]) -> None:

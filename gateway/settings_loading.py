@@ -186,6 +186,9 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
     for index, name in enumerate(names):
         if name and name in names[:index]:
             yield ("inference", "nodes", index), f"two nodes are named {name!r}; write NAME=URL to name them"
+    if config.inference.replicas and not names:
+        where = "list the nodes in `inference.nodes`; on one machine, set `replicas` of the model in models.yaml"
+        yield ("inference", "replicas"), f"it has no effect without several nodes: {where}"
     tls = config.inference.tls
     if (tls.certificate is None) != (tls.key is None):
         yield ("inference", "tls"), "`certificate` and `key` belong together; set both or none"

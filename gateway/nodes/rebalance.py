@@ -135,6 +135,15 @@ def protected(table: NodeTable, replicas: Mapping[str, int]) -> dict[str, set[st
     return found
 
 
+def shortages(table: NodeTable, replicas: Mapping[str, int]) -> list[str]:
+    """The `replicas` for which too few nodes have the model, in words."""
+    found = []
+    for model, wanted in replicas.items():
+        if (count := len(table.listed(model))) < wanted:
+            found.append(f"{model} is to be loaded on {wanted} nodes; nodes with the model: {count}")
+    return found
+
+
 class _Usage(NamedTuple):
     """The copies of a model on nodes that answer: requests, slots, and how many copies are being loaded."""
 

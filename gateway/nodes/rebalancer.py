@@ -15,7 +15,7 @@ from urllib.parse import quote
 from gateway.errors import UpstreamError
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node, Spawn
-from gateway.nodes.rebalance import Copy, RebalanceState, cheapest, protected, rebalance
+from gateway.nodes.rebalance import Copy, RebalanceState, cheapest, protected, rebalance, shortages
 from gateway.shared_state.shared_leases import Lease, Leases
 from inference.protocol import H_FENCE
 
@@ -53,6 +53,7 @@ class Rebalancer:
         self._lease: Lease | None = None
         self._loading: set[tuple[str, str]] = set()
         """Model and node of each load that runs."""
+        self._shortages: list[str] = []
 
     async def run(self, nodes: Callable[[], Nodes | None]) -> None:
         """Decides every INTERVAL_SECONDS until cancelled; `nodes` returns None while there is only one service."""
@@ -69,6 +70,8 @@ class Rebalancer:
             self._state = RebalanceState()
             return
         table = found.view.table
+        if found.view.is_complete:
+            self._note_shortages(shortages(table, found.replicas))
         away = {name for name, node in found.nodes.items() if not node.view.is_fresh or not node.is_listed}
         decision = rebalance(table, found.replicas, self._state, self._clock(), away)
         self._state = decision.state
@@ -76,6 +79,12 @@ class Rebalancer:
             self._spawn(self._copy(copy, found, lease), f"copy of {copy.model}")
         for model, node in decision.kept:
             self._spawn(self._keep(model, found.nodes[node], lease), f"keep {model}")
+
+    def _note_shortages(self, now: list[str]) -> None:
+        before, self._shortages = self._shortages, now
+        for text in now:
+            if text not in before:
+                log.warning("inference.replicas: %s", text)
 
     async def _hold_lease(self) -> Lease | None:
         """The lease, if this gateway has it and no other can have it."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
@@ -119,6 +121,16 @@ def test_model_is_loaded_on_as_many_nodes_as_replicas_by_one_gateway() -> None:
         await world.end()
 
     virtual_time.run(work())
+
+
+def test_replicas_without_enough_nodes_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        world = World(Service("a", ModelState.READY), replicas=2)
+        await world.after(10.0)
+        await world.end()
+
+    virtual_time.run(work())
+    assert caplog.text.count("m is to be loaded on 2 nodes; nodes with the model: 1") == 1
 
 
 def test_loads_have_the_fence_of_the_lease_if_it_has_one() -> None:

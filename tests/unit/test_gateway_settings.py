@@ -92,9 +92,10 @@ def test_entry_of_nodes_names_its_source(tmp_path: Path, entry: str, source: tup
         ("inference: {nodes: ['=http://gpu-1:1']}", "inference.nodes.0", "the name before `=` is missing"),
         ("inference: {nodes: ['ü=http://gpu-1:1']}", "inference.nodes.0", "is not a name of a node"),
         ("inference: {nodes: ['a=http://b:1', 'a=http://c:1']}", "inference.nodes.1", "two nodes are named 'a'"),
+        ("inference: {replicas: {m: 2}}", "inference.replicas", "list the nodes in `inference.nodes`"),
         ("inference: {tls: {key: k.pem}}", "inference.tls", "set both or none"),
         ("state: http://redis", "state", "not the address of a Redis or Valkey server"),
-        ("state: redis://redis/main", "state", "the number of a database"),
+        ("state: redis://redis/main", "state", "invalid port or database number"),
         ("state: redis://redis:99999/0", "state", "Port out of range"),
     ],
 )

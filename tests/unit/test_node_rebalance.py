@@ -15,6 +15,7 @@ from gateway.nodes.rebalance import (
     cheapest,
     protected,
     rebalance,
+    shortages,
 )
 from inference.protocol import ModelState, ModelStatus
 
@@ -46,6 +47,15 @@ def test_a_model_gets_the_configured_number_of_copies() -> None:
     assert settled(table_of({"a": READY, "b": LOADING}), {"m": 2}).copies == ()
     assert settled(table_of({"a": READY, "b": READY}), {"m": 9}).copies == ()  # no other node has the model
     assert settled(NodeTable(), {"m": 1}).copies == ()
+
+
+def test_replicas_that_too_few_nodes_can_load_are_named() -> None:
+    table = table_of({"a": READY, "b": COLD})
+    assert shortages(table, {"m": 2}) == []
+    assert shortages(table, {"m": 3, "x": 1}) == [
+        "m is to be loaded on 3 nodes; nodes with the model: 2",
+        "x is to be loaded on 1 nodes; nodes with the model: 0",
+    ]
 
 
 def test_copies_on_nodes_that_do_not_answer_are_replaced() -> None:
