@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference.protocol import CODES, RETRY_AFTER, Code, ExitCause, error_body
+from inference.errors import InferenceError
+from inference.protocol import Code, ExitCause
 
 
-class WorkerError(Exception):
+class WorkerError(InferenceError):
     """One request cannot be answered; `retry_after` is in seconds, None where unknown."""
 
     def __init__(
@@ -28,29 +29,7 @@ class WorkerError(Exception):
         retry_after: float | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
-        self.retry_after = retry_after
-        self.details = details
-
-    @property
-    def status(self) -> int:
-        """The HTTP status of the code."""
-        return CODES[self.code].status
-
-    @property
-    def retryable(self) -> bool:
-        """Whether a retry can succeed."""
-        return CODES[self.code].retryable
-
-    def body(self) -> dict[str, Any]:
-        """The OpenAI error envelope. It contains the wait, because error frames have no headers."""
-        details = dict(self.details or {})
-        if self.retry_after is not None:
-            details[RETRY_AFTER] = round(self.retry_after, 3)
-        return error_body(self.code, self.message, param=self.param, details=details or None)
+        super().__init__(message, code=code, param=param, retry_after=retry_after, details=details)
 
 
 class BadRequestError(WorkerError):
