@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import orjson
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.staticfiles import StaticFiles
 
 import headgate
 from gateway.access.authentication import Key, Scope
@@ -22,7 +25,6 @@ from gateway.runtime import Runtime
 from gateway.ui import operator_actions
 from gateway.ui.dashboard import COOKIE, Dashboard, SignedIn
 from gateway.ui.live_feed import Viewer
-from gateway.ui.static_files import INDEX, read_files
 from inference.protocol import Code
 
 log = logging.getLogger("gateway.ui.ui_routes")
@@ -60,7 +62,7 @@ class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
 def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     """The routes of the page. They are not part of the public API, so they are not in its OpenAPI document."""
     routes = APIRouter(prefix=PAGE, include_in_schema=False)
-    files = read_files()
+    files = StaticFiles(directory=Path(__file__).with_name("static"))
 
     def signed_in(request: Request, scope: Scope = "use") -> SignedIn:
         changes = request.method not in ("GET", "HEAD")
@@ -168,19 +170,17 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         """The page; its address ends in a slash, so that its files have relative addresses."""
         if not request.scope["raw_path"].endswith(b"/"):
             return RedirectResponse(f"{PAGE.rpartition('/')[2]}/")
-        return _file(request, INDEX)
+        return await file(request, "index.html")
 
     @routes.get("/{path:path}")
     async def file(request: Request, path: str) -> Response:
-        return _file(request, path)
-
-    def _file(request: Request, path: str) -> Response:
-        if (found := files.get(path)) is None:
-            raise RequestError(Code.NOT_FOUND, f"unknown path {PAGE}/{path[:200]}; the page is at {PAGE}/")
-        headers = {"etag": found.etag, "cache-control": "no-cache"}
-        if found.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(found.body, headers=headers, media_type=found.type)
+        try:
+            response = await files.get_response(path, request.scope)
+        except HTTPException:
+            message = f"unknown path {PAGE}/{path[:200]}; the page is at {PAGE}/"
+            raise RequestError(Code.NOT_FOUND, message) from None
+        response.headers["cache-control"] = "no-cache"
+        return response
 
     return routes
 
