@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import pybreaker
@@ -21,11 +18,8 @@ import pybreaker
 from gateway.breaker.breakers import MAX_BREAKERS
 from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS
 from gateway.breaker.state_machine import BreakerStorage, BreakerStore, MemoryStorage
-from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import StateDir
-from headgate.shared.state_files import load_state_file, write_atomic
-
-log = logging.getLogger("gateway.breaker.breaker_file")
+from headgate.shared.state_files import StateFileWriter, load_state_file
 
 NAME = "breakers.json"
 FORMAT = 1
@@ -65,7 +59,8 @@ class BreakerFile(BreakerStore):
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
-        self._directory = directory
+        self._path = directory.root / NAME
+        self._writer = StateFileWriter("open breakers")
         self._providers = providers
         self._clock = clock
         self._wall = wall
@@ -73,7 +68,6 @@ class BreakerFile(BreakerStore):
         """Called with provider and model after each change of what the file keeps."""
         self._changed = asyncio.Event()
         self._written: list[Entry] = []
-        self._fails = False
 
     def _new(self, provider: str, model: str) -> BreakerStorage:
         return FileStorage(lambda: self._note(provider, model))
@@ -90,11 +84,10 @@ class BreakerFile(BreakerStore):
 
     async def load(self) -> None:
         """Open the breakers of the file. Logs one line if the file cannot be used."""
-        try:
-            found, written = await asyncio.to_thread(_read, self._directory)
-        except HeadgateError as error:
-            log.warning("all breakers start closed: %s", error)
-            return
+        stored = await asyncio.to_thread(
+            load_state_file, self._path, _parse, "breakers start closed", most_bytes=MAX_BYTES
+        )
+        found, written = stored or ([], 0.0)
         # an open period is not longer than when it was written, even if the wall clock was set back since then
         now, providers = max(self._wall(), written), self._providers()
         for provider, model, until in found:
@@ -124,15 +117,9 @@ class BreakerFile(BreakerStore):
         entries = self._entries(wall - self._clock())
         if _is_same(entries, self._written):
             return
-        data = json.dumps({"format": FORMAT, "written": round(wall, 3), "breakers": entries}).encode()
-        try:
-            await asyncio.to_thread(_write, self._directory, data)
-        except (OSError, HeadgateError) as error:
-            if not self._fails:
-                log.warning("cannot store open breakers for a restart: %s", error)
-            self._fails = True
-            return
-        self._written, self._fails = entries, False
+        content = {"format": FORMAT, "written": round(wall, 3), "breakers": entries}
+        if await asyncio.to_thread(self._writer.write, self._path, content):
+            self._written = entries
 
     def _entries(self, offset: float) -> list[Entry]:
         """The breakers that are not closed; the open period of a half-open one is over."""
@@ -149,19 +136,6 @@ def _is_same(now: list[Entry], before: list[Entry]) -> bool:
     ends = {entry[:2]: entry[2] for entry in before}
     names = {entry[:2] for entry in now}
     return names == ends.keys() and all(abs(until - ends[provider, model]) < 1.0 for provider, model, until in now)
-
-
-def _path(directory: StateDir) -> Path:
-    return directory.file(NAME)
-
-
-def _write(directory: StateDir, data: bytes) -> None:
-    write_atomic(_path(directory), data)
-
-
-def _read(directory: StateDir) -> tuple[list[Entry], float]:
-    """The entries and the time of writing; nothing from a damaged file. Raises HeadgateError."""
-    return load_state_file(_path(directory), _parse, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
 
 
 def _parse(data: Any) -> tuple[list[Entry], float]:

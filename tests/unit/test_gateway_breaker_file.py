@@ -118,8 +118,8 @@ async def test_directory_in_place_of_file_is_logged_once(world: World, caplog: p
     _open(breakers, "m")
     await file.close()
     await file.close()
-    assert [line.partition(":")[0] for line in caplog.messages if "cannot store" in line] == [
-        "cannot store open breakers for a restart"
+    assert [line.partition(" (")[0] for line in caplog.messages if "cannot save" in line] == [
+        "cannot save open breakers"
     ]
 
 
