@@ -7,7 +7,8 @@ import logging
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,9 @@ from gateway.errors import RefusedError, RequestError
 from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig, KeySettings
 from gateway.usage.capture import Captured, kept_text, redacted
-from gateway.usage.prices import Price
+from gateway.usage.prices import Price, cost, price_of
 from gateway.usage.shared_budgets import SharedBudgets
-from gateway.usage.usage_file import StoredKey, UsageFile, advice
-from gateway.usage.usage_row import usage_row
+from gateway.usage.usage_file import StoredKey, UsageFile, UsageRow, advice
 from gateway.usage.usage_writer import Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
 from inference.protocol import Code
@@ -135,11 +135,8 @@ class UsageService:
         """What `read` returns, in a thread; raises RequestError for a file that cannot be read."""
 
         def run() -> T:
-            file = UsageFile(self._directory)
-            try:
+            with closing(UsageFile(self._directory)) as file:
                 return read(file)
-            finally:
-                file.close()
 
         try:
             async with asyncio.timeout(READ_SECONDS):
@@ -152,12 +149,9 @@ class UsageService:
             raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error
 
     def _read(self) -> tuple[Budgets, list[StoredKey]]:
-        file = UsageFile(self._directory)
-        try:
-            month = month_of(time.time())
+        month = month_of(time.time())
+        with closing(UsageFile(self._directory)) as file:
             return Budgets(month, file.spent(month)), file.stored_keys()
-        finally:
-            file.close()
 
     def _retention(self) -> Retention:
         return Retention(self._settings.keep, self._settings.max_bytes)
@@ -180,3 +174,27 @@ def accepted(keys: Sequence[StoredKey]) -> tuple[KeySettings, ...]:
         except ValidationError as error:
             log.warning("the stored key %r is not accepted: %s", key.name, error)
     return tuple(found)
+
+
+def usage_row(record: Record, tier: str, prices: Mapping[str, Price]) -> UsageRow:
+    """The row of an ended request."""
+    (prompt, completion), cached = record.tokens, record.cached_tokens or 0
+    price = price_of(record.answered_by, prices) if record.answered_by else Price(0.0, 0.0)
+    return UsageRow(
+        at=record.started,
+        id=record.id,
+        key=record.key,
+        endpoint=record.endpoint,
+        route=record.route,
+        tier=tier,
+        model=record.answered_by or "",
+        requested=record.model.encode("utf-8", "replace").decode(),
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        ttft_seconds=record.first_token_seconds,
+        seconds=record.total_seconds or 0.0,
+        outcome=record.outcome,
+        reason=record.reason,
+        dollars=None if price is None else cost(price, prompt, completion, cached),
+    )

@@ -6,7 +6,7 @@ import argparse
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from gateway.usage.usage_file import NAME, UsageFile, advice
@@ -30,11 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def usage_file(state: StateDir) -> Iterator[UsageFile]:
     """The usage file, also while the gateway runs. Raises HeadgateError."""
     try:
-        file = UsageFile(state.root)
-        try:
+        with closing(UsageFile(state.root)) as file:
             yield file
-        finally:
-            file.close()
     except (sqlite3.Error, OSError) as error:
         raise HeadgateError(f"{state.root / NAME} cannot be used: {advice(error)}") from error
 
