@@ -10,8 +10,8 @@ from inference.authority.state import EstimateKey, LeaseRecord
 from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.settings import ModelSpec
+from inference.worker_link import Forget, Hold, KvBudget, Limit, Threads
 from inference.worker_link import Grant as LoadOrder
-from inference.worker_link import Hold
 from inference.workers.exit_cause import WorkerExit
 
 
@@ -181,19 +181,11 @@ class LoseWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class LimitWorker:
-    """Limit the concurrent sequences of a worker."""
+class Instruct:
+    """Send a worker a message that changes how it computes; there is no answer."""
 
     worker: str
-    sequences: int
-
-
-@dataclass(frozen=True, slots=True)
-class LimitKv:
-    """Limit the host memory for the stored sequences of a worker."""
-
-    worker: str
-    ram_bytes: int
+    message: Limit | KvBudget | Forget | Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +193,6 @@ class DropKv:
     """Free the host memory of the stored sequences of a model, as soon as no worker uses it."""
 
     model: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetPrefixes:
-    """Make a worker drop its retained prefixes."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetThreads:
-    """Set the number of compute threads of a worker."""
-
-    worker: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +303,7 @@ class LearnOverhead:
 
 Effect = (
     WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer | Refuse | Observe | ReadDevices
-    | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | LimitWorker
-    | LimitKv | DropKv | ForgetPrefixes | SetThreads | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers
-    | Estimate | CheckFiles | CheckBuild | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
+    | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | Instruct
+    | DropKv | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate | CheckFiles | CheckBuild
+    | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
 )  # fmt: skip

@@ -27,22 +27,18 @@ from inference.worker_link import (
     SOCKET_FD_ENV,
     Drain,
     Failed,
-    Forget,
     Grant,
     Heartbeat,
     Held,
     Hello,
     Hold,
-    KvBudget,
     KvLabels,
-    Limit,
     LoadProgress,
     Message,
     Offload,
     Offloaded,
     Ready,
     Stop,
-    Threads,
     Timings,
     decode,
     encode,
@@ -137,19 +133,19 @@ class WorkerProcess:
             self.ready = self._loop.create_future()
         self.progress = 0.0
         self._watch.begin_task(self._loop.time())
-        self._send(grant)
+        self.send(grant)
 
     def hold(self, path: str) -> None:
         """Makes a new worker read a file into its memory and wait."""
         self._watch.begin_task(self._loop.time())
-        self._send(Hold(path))
+        self.send(Hold(path))
 
     def offload(self, *, stays: bool) -> None:
         """Makes an idle worker save its sequences and free its context, and then stay or end."""
         if self.offloaded.done():
             self.offloaded = self._loop.create_future()
         self._requested = self._requested or not stays
-        self._send(Offload(stays))
+        self.send(Offload(stays))
 
     def suspend(self) -> None:
         """The process is being suspended: hang detection pauses, and `stop` kills."""
@@ -161,26 +157,10 @@ class WorkerProcess:
         self._watch.note_message(self._loop.time())
         self.beat = None
 
-    def limit(self, sequences: int) -> None:
-        """Limits the number of concurrent sequences."""
-        self._send(Limit(sequences))
-
-    def limit_kv(self, ram_bytes: int) -> None:
-        """Limits the host memory for stored sequences."""
-        self._send(KvBudget(ram_bytes))
-
-    def use_threads(self, count: int) -> None:
-        """Sets the number of compute threads."""
-        self._send(Threads(count))
-
-    def forget(self) -> None:
-        """Makes the worker drop its retained prefixes."""
-        self._send(Forget())
-
     def drain(self) -> None:
         """Makes the worker finish its requests, take no new ones, and end."""
         self._requested = True
-        self._send(Drain())
+        self.send(Drain())
 
     def stop(self) -> None:
         """Ends the worker: by message, by SIGKILL after STOP_SECONDS, or by SIGKILL now if suspended. Idempotent."""
@@ -188,7 +168,7 @@ class WorkerProcess:
         if self._suspended:
             self.kill()
             return
-        self._send(Stop())
+        self.send(Stop())
         if self._stop_timer is None and not self.exited.done():
             self._stop_timer = self._loop.call_later(STOP_SECONDS, self.kill)
 
@@ -206,7 +186,8 @@ class WorkerProcess:
         self._failed = self._failed or Failed(ExitCause.DEVICE_LOST, reason)
         self.kill()
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Sends a message to the worker, unless it has ended."""
         with contextlib.suppress(OSError):  # the worker has ended, which the pidfd shows
             self._link.send(encode(message))
 

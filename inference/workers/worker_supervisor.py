@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headgate.shared.state_directory import StateDir
 from inference.worker import malloc_trim
-from inference.worker_link import BEAT_SECONDS, KvLabels, Timings
+from inference.worker_link import BEAT_SECONDS, Forget, KvLabels, Timings
 from inference.workers.arenas import Arenas
 from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import KernelOomKills, private_bytes, socket_directory
@@ -127,7 +127,7 @@ async def trim_heaps(
     before = worker_bytes(workers, arenas)
     own = private_bytes(os.getpid()) or 0
     for worker in workers.values():
-        worker.forget()
+        worker.send(Forget())
     await asyncio.to_thread(_trim_service)
     for _ in range(2):  # the first heartbeat may have been sent before the order arrived
         await _fresh_beats(workers.values())

@@ -32,7 +32,7 @@ from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause, Priority
 from inference.settings import InferenceConfig, ModelEntry, ModelSpec, specs_of
-from inference.worker_link import Buffer, Heartbeat, Hold, Offloaded, Ready
+from inference.worker_link import Buffer, Heartbeat, Hold, KvBudget, Limit, Offloaded, Ready, Threads
 from inference.worker_link import Grant as LoadOrder
 from inference.workers.exit_cause import WorkerExit
 
@@ -674,9 +674,9 @@ class World:
                 self._exits(worker, ExitCause.HANG if effect.hang else ExitCause.KILLED)
             case effects.LoseWorker(worker):
                 self._exits(worker, ExitCause.DEVICE_LOST)
-            case effects.LimitWorker(worker, sequences):
+            case effects.Instruct(worker, Limit(sequences)):
                 self.alive[worker].limit = sequences
-            case effects.LimitKv(worker, count):
+            case effects.Instruct(worker, KvBudget(count)):
                 if (process := self.alive.get(worker)) is None:
                     return  # it has ended, and the authority does not know it yet
                 process.kv_bytes = count
@@ -686,7 +686,7 @@ class World:
                     self.dropped.add(model)
                 else:
                     self._free_arena(model)
-            case effects.SetThreads(worker, count):
+            case effects.Instruct(worker, Threads(count)):
                 self.alive[worker].threads = count
             case _:
                 pass

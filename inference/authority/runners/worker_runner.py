@@ -28,10 +28,7 @@ _CALLS: Mapping[type, Callable[[WorkerProcess, Any], object]] = {
     effects.StopWorker: lambda process, effect: process.stop(),
     effects.KillWorker: lambda process, effect: process.kill(effect.hang),
     effects.LoseWorker: lambda process, effect: process.lose(effect.why),
-    effects.LimitWorker: lambda process, effect: process.limit(effect.sequences),
-    effects.LimitKv: lambda process, effect: process.limit_kv(effect.ram_bytes),
-    effects.ForgetPrefixes: lambda process, effect: process.forget(),
-    effects.SetThreads: lambda process, effect: process.use_threads(effect.count),
+    effects.Instruct: lambda process, effect: process.send(effect.message),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from headgate.shared.units import format_bytes
 from inference.authority.draft import Draft
-from inference.authority.effects import DropKv, LimitKv
+from inference.authority.effects import DropKv, Instruct
 from inference.authority.handlers.queries import pressure_view
 from inference.authority.handlers.running import endings
 from inference.authority.lifecycle import SERVING, Action, Departure, Reason
@@ -21,7 +21,7 @@ from inference.authority.placement.ledger import Holding
 from inference.authority.retention import HOST
 from inference.authority.state import ModelRecord, State
 from inference.protocol import ModelState
-from inference.worker_link import KvTiers
+from inference.worker_link import KvBudget, KvTiers
 
 _S = ModelState
 _FILLS = (_S.LOADING, _S.READY, _S.BUSY, _S.DRAINING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
@@ -131,7 +131,7 @@ def _book(draft: Draft, arena: ArenaUse, cache: Holding | None, budget_bytes: in
         return
     if draft.model(id).state in SERVING:
         draft.set_worker(worker.id, kv_bytes=budget_bytes)
-        draft.emit(LimitKv(worker.id, budget_bytes))
+        draft.emit(Instruct(worker.id, KvBudget(budget_bytes)))
 
 
 def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
@@ -147,7 +147,7 @@ def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
         return True
     if worker is not None and worker.kv_bytes and model.state is _S.WARM:
         draft.set_worker(worker.id, kv_bytes=0)
-        draft.emit(LimitKv(worker.id, 0))  # a process in standby may use the arena still
+        draft.emit(Instruct(worker.id, KvBudget(0)))  # a process in standby may use the arena still
     why = f"all models may keep {format_bytes(total)}" if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
     _drop(draft, cache, why)
     return False

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inference.authority.draft import Draft
-from inference.authority.effects import SetThreads
+from inference.authority.effects import Instruct
 from inference.authority.lifecycle import SERVING
 from inference.authority.state import ModelRecord, State, TimerKind
 from inference.devices.device import CPU
+from inference.worker_link import Threads
 
 QUIET_SECONDS = 1.0
 
@@ -50,7 +51,7 @@ def _distribute(draft: Draft, newcomer: str | None, *, grow: bool) -> None:
         if count == before or (count > before and not grow and name != newcomer):
             continue
         draft.set_worker(worker.id, threads=count)
-        draft.emit(SetThreads(worker.id, count))
+        draft.emit(Instruct(worker.id, Threads(count)))
         draft.debug("%s computes with %d threads (before: %d)", name, count, before)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from headgate.shared.units import mib
+from inference import worker_link
 from inference.authority.draft import Draft
-from inference.authority.effects import ForgetPrefixes, LimitWorker, Publish
+from inference.authority.effects import Instruct, Publish
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.queries.pressure_view import bounds_of, levels, rules_of, uses
@@ -172,10 +173,10 @@ def _carry_out(draft: Draft, action: Relief) -> None:
     elif worker is not None and isinstance(action, Limit):
         draft.warning("%s admits at most %d sequences at a time: %s", action.model, action.sequences, action.reason)
         draft.set_worker(worker.id, limit=action.sequences)
-        draft.emit(LimitWorker(worker.id, action.sequences))
+        draft.emit(Instruct(worker.id, worker_link.Limit(action.sequences)))
     elif worker is not None:
         draft.info("%s drops its retained prefixes: %s", action.model, action.reason)
-        draft.emit(ForgetPrefixes(worker.id))
+        draft.emit(Instruct(worker.id, worker_link.Forget()))
 
 
 # --- history ---------------------------------------------------------------------------------------------------------
