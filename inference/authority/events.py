@@ -61,15 +61,6 @@ class DevicesRead:
 
 
 @dataclass(frozen=True, slots=True)
-class PressureChecked:
-    """An operator's tool requested a pressure check with these readings."""
-
-    readings: tuple[Reading, ...]
-    regular: bool
-    arenas: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceNoticed:
     """A probe reported an event; a new reading has the details."""
 
@@ -391,15 +382,6 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class DepartureWanted:
-    """Unload a model, or move it to the warm pool, as if the authority had decided so; for tools and tests."""
-
-    model: str
-    reason: str
-    action: Action = Action.UNLOAD
-
-
-@dataclass(frozen=True, slots=True)
 class Closing:
     """The service accepts no new requests; waiting ones fail with `error`, by default ShuttingDown.
 
@@ -411,9 +393,8 @@ class Closing:
 
 
 Event = (
-    DevicesFound | Tick | Observed | DevicesRead | PressureChecked | DeviceNoticed | TrialEnded | ProbesRenewed
-    | SuspensionTested | Wanted | Withdrawn | Released | CrashReported | RequestAnswered | CaseCleared | Spawned
-    | SpawnFailed | Progressed | Loaded | FileHeld | ContextFreed | CheckpointEnded | Exited | BuildChecked
-    | WorkersMeasured | Trimmed | Estimated | FilesChecked | ShortageLearned | HeadroomChanged
-    | SettingsChanged | Commanded | Abandoned | DepartureWanted | Closing
+    DevicesFound | Tick | Observed | DevicesRead | DeviceNoticed | TrialEnded | ProbesRenewed | SuspensionTested
+    | Wanted | Withdrawn | Released | CrashReported | RequestAnswered | CaseCleared | Spawned | SpawnFailed | Progressed
+    | Loaded | FileHeld | ContextFreed | CheckpointEnded | Exited | BuildChecked | WorkersMeasured | Trimmed | Estimated
+    | FilesChecked | ShortageLearned | HeadroomChanged | SettingsChanged | Commanded | Abandoned | Closing
 )  # fmt: skip

@@ -29,8 +29,7 @@ from inference.authority.handlers.running import (
     worker_lifecycle,
     worker_memory,
 )
-from inference.authority.handlers.watching import advisor, governor, growth_on_devices, replica_scaling
-from inference.authority.lifecycle import Reason
+from inference.authority.handlers.watching import governor, growth_on_devices, replica_scaling
 from inference.authority.state import PlanCommand, Purpose, State, TimerKind
 from inference.protocol import ModelState
 
@@ -198,12 +197,6 @@ def _devices_read(draft: Draft, event: events.DevicesRead) -> None:
     draft.plan()
 
 
-def _checked(draft: Draft, event: events.PressureChecked) -> None:
-    governor.check(draft, regular=event.regular)
-    if event.regular:
-        advisor.report(draft)
-
-
 def _estimated(draft: Draft, event: events.Estimated) -> None:
     error = estimates.estimated(draft, event)
     if error is None:
@@ -220,11 +213,6 @@ def _estimated(draft: Draft, event: events.Estimated) -> None:
         draft.changed()
 
 
-def _departure_wanted(draft: Draft, event: events.DepartureWanted) -> None:
-    if event.model in draft.state.models:
-        departure.leave(draft, event.model, Reason(event.reason), event.action)
-
-
 def _closing(draft: Draft, event: events.Closing) -> None:
     request_events.stop_accepting(draft, event.error)
     commands.refuse_pending(draft)
@@ -233,7 +221,7 @@ def _closing(draft: Draft, event: events.Closing) -> None:
             draft.emit(StopWorker(model.worker))
 
 
-_WITH_READINGS = (events.Tick, events.Observed, events.DevicesRead, events.PressureChecked, events.WorkersMeasured)
+_WITH_READINGS = (events.Tick, events.Observed, events.DevicesRead, events.WorkersMeasured)
 _WITH_ARENAS = (*_WITH_READINGS, events.ContextFreed, events.Exited)
 
 _BY_TIMER: dict[TimerKind, Callable[[Draft, Any], None]] = {
@@ -256,7 +244,6 @@ _HANDLERS: dict[type, Callable[[Draft, Any], object]] = {
     events.Observed: _observed,
     events.DevicesRead: _devices_read,
     events.DeviceNoticed: lambda draft, event: device_view.read(draft),
-    events.PressureChecked: _checked,
     events.TrialEnded: lambda draft, event: device_incidents.trial_ended(
         draft, event.device, event.trial, event.failure
     ),
@@ -285,6 +272,5 @@ _HANDLERS: dict[type, Callable[[Draft, Any], object]] = {
     events.SettingsChanged: configuration.apply,
     events.Commanded: commands.begin,
     events.Abandoned: commands.abandoned,
-    events.DepartureWanted: _departure_wanted,
     events.Closing: _closing,
 }

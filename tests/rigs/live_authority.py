@@ -21,6 +21,7 @@ from inference.devices.device import Reading
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ModelState, ModelStatus
 from inference.workers.worker_process import WorkerProcess
+from tests.rigs import forced_events
 
 
 class LiveWorker:
@@ -186,7 +187,7 @@ class LiveAuthority:
 
     def leave(self, model: LiveModel | str, reason: Reason, action: Action = Action.UNLOAD) -> None:
         """Has a model leave as if that was decided."""
-        self.shell.dispatch(events.DepartureWanted(id_of(model), str(reason), action))
+        self.shell.dispatch(forced_events.DepartureWanted(id_of(model), str(reason), action))
 
     # --- figures -----------------------------------------------------------------------------------------------------
     def offloaded(self) -> list[dict[str, Any]]:
@@ -218,7 +219,7 @@ class LiveAuthority:
     # --- time --------------------------------------------------------------------------------------------------------
     def check(self, *, regular: bool) -> None:
         """A check of the pressure now."""
-        self.shell.dispatch(events.PressureChecked(self.shell.inventory.measured(), regular))
+        self.shell.dispatch(forced_events.PressureChecked(self.shell.inventory.measured(), regular))
 
     async def reached(self, probe: Callable[[], bool], seconds: float = 10.0) -> None:
         """Returns once `probe` holds, which is evaluated after each step."""

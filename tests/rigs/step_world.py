@@ -11,6 +11,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
+from tests.rigs import forced_events
 from tests.rigs.authority_checks import CheckedWorld
 from tests.rigs.authority_world import MIB, configuration
 
@@ -99,7 +100,7 @@ class StepWorld(CheckedWorld):
     def check_pressure(self, times: int = 1, *, regular: bool = True) -> None:
         """The pressure is checked."""
         for _ in range(times):
-            self.send(events.PressureChecked(self.readings(), regular))
+            self.send(forced_events.PressureChecked(self.readings(), regular))
 
     def booked(self, device: str) -> int:
         """MiB that models hold of a device."""

@@ -16,6 +16,7 @@ from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Restriction
 from inference.errors import MemoryLimitExceededError
 from inference.protocol import DeviceState, ModelState
+from tests.rigs import forced_events
 from tests.rigs.step_world import MIB, StepWorld
 from tests.rigs.step_world import begin as begin_world
 
@@ -198,7 +199,7 @@ def test_lost_device_has_no_pressure() -> None:
     alerts = advisor.alerts(world.state, world.now)
     assert GPU in [alert.subject for alert in alerts if alert.kind == "pressure"]
     lost = [replace(reading, state=DeviceState.LOST) if reading.id == GPU else reading for reading in world.readings()]
-    world.send(events.PressureChecked(tuple(lost), regular=True))
+    world.send(forced_events.PressureChecked(tuple(lost), regular=True))
     assert set(pressure_view.restrictions(world.state)) == {"cpu"}
     alerts = advisor.alerts(world.state, world.now)
     assert GPU not in [alert.subject for alert in alerts if alert.kind == "pressure"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from inference.authority import events
 from inference.authority.lifecycle import Action, Departure, Reason
 from inference.protocol import ModelState, Priority
+from tests.rigs import forced_events
 from tests.rigs.step_world import StepWorld, begin
 
 S = ModelState
@@ -212,7 +213,7 @@ def waiting_for_the_pool(reason: Reason) -> StepWorld:
             world.command(events.Offload("w"))
             world.live(5)
             assert world.model("w").state is S.WARM
-    world.send(events.DepartureWanted("a", str(reason), Action.OFFLOAD))
+    world.send(forced_events.DepartureWanted("a", str(reason), Action.OFFLOAD))
     assert world.model("w").state is S.UNLOADING
     return world
 
@@ -220,7 +221,7 @@ def waiting_for_the_pool(reason: Reason) -> StepWorld:
 def test_model_that_waits_for_the_pool_is_unloaded_at_once_when_its_settings_change() -> None:
     world = waiting_for_the_pool(Reason.BY_HAND)
     assert world.model("a").state is S.DRAINING
-    world.send(events.DepartureWanted("a", str(Reason.CHANGED), Action.UNLOAD))
+    world.send(forced_events.DepartureWanted("a", str(Reason.CHANGED), Action.UNLOAD))
     assert world.model("a").state is S.UNLOADING
     world.live(5)
     assert world.model("a").state is S.COLD
@@ -231,7 +232,7 @@ def test_model_that_waits_for_the_pool_accepts_requests_and_finishes_them() -> N
     world = waiting_for_the_pool(Reason.MEMORY_WANTED)
     assert world.model("a").state is S.READY
     lease = world.grants[world.want("a")]
-    world.send(events.DepartureWanted("a", str(Reason.BY_HAND), Action.OFFLOAD))
+    world.send(forced_events.DepartureWanted("a", str(Reason.BY_HAND), Action.OFFLOAD))
     world.live(5)
     assert (world.model("w").state, world.model("a").state) == (S.COLD, S.DRAINING)
     world.finish(lease)

@@ -18,6 +18,7 @@ from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.errors import InvalidRequestError
 from inference.protocol import ExitCause, ModelState
+from tests.rigs import forced_events
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld, begin
 
@@ -207,7 +208,7 @@ def test_without_offload_no_model_is_kept_and_the_command_is_refused() -> None:
     assert isinstance(error, InvalidRequestError)
     assert "INFERENCE_ENABLE_CPU_OFFLOAD" in error.message
     assert world.model("a").state is S.READY
-    world.send(events.DepartureWanted("a", str(Reason.IDLE), Action.OFFLOAD))
+    world.send(forced_events.DepartureWanted("a", str(Reason.IDLE), Action.OFFLOAD))
     world.live(2)
     assert world.model("a").state is S.COLD
     assert world.state.evictions[-1].action is Action.UNLOAD
@@ -240,7 +241,7 @@ def test_load_that_is_stopped_is_recorded_once() -> None:
     world.arrive(events.Loaded)
     world.withdraw(ticket)
     for reason in (Reason.IDLE, Reason.BY_HAND):
-        world.send(events.DepartureWanted("a", str(reason), Action.UNLOAD))
+        world.send(forced_events.DepartureWanted("a", str(reason), Action.UNLOAD))
     world.live(2)
     assert [record.reason for record in world.state.evictions] == [Reason.IDLE]
 
@@ -444,7 +445,7 @@ def test_models_do_not_stay_in_host_memory_whose_limit_is_lowered() -> None:
     models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     world = begin(models)
     world.used("a", "b")
-    world.send(events.DepartureWanted("a", str(Reason.PRESSURE), Action.OFFLOAD))
+    world.send(forced_events.DepartureWanted("a", str(Reason.PRESSURE), Action.OFFLOAD))
     assert world.model("a").state is S.OFFLOADING
     change(world, models, cpu_memory_max_percent=0.01)
     world.live(5)
