@@ -50,7 +50,7 @@ class Conversation:
         outputs = self._rig.answer(prompt, sampling=GREEDY, max_tokens=ANSWER, tenant=tenant)
         assert outputs[-1].error is None
         self.computed = self._rig.engine.counters.prompt_tokens - before
-        newest = max(self._rig.engine._scheduler.held(), key=lambda slot: slot.used_at)
+        newest = max(self._rig.engine._scheduler.slots.held(), key=lambda slot: slot.used_at)
         return list(newest.tokens[len(prompt) : newest.computed])
 
     def cold(self, prompt: list[int]) -> list[int]:
@@ -128,7 +128,7 @@ def test_a_state_that_cannot_be_restored_is_computed_again(rig: EngineRig, caplo
     talk = Conversation(rig, 6)
     prompt = talk.prompt(*talk.message(700))
     first = talk.ask(prompt)
-    for slot in rig.engine._scheduler._slots._slots:
+    for slot in rig.engine._scheduler.slots._slots:
         for checkpoint in slot.checkpoints:
             checkpoint.state = checkpoint.state[: checkpoint.state.size // 2]
     longer = [*prompt, *first, *talk.message(700)]

@@ -88,9 +88,9 @@ def test_slot_has_the_cells_of_its_answer(rigs: Rigs) -> None:
     prompt = prompt_of(rigs[0], 99)
     states = []
     for rig in rigs:
-        rig.engine._scheduler.forget()
+        rig.engine._scheduler.slots.forget()
         rig.answer(prompt, max_tokens=90, sampling=Sampling(temperature=0.0, ignore_eos=True))
-        (slot,) = rig.engine._scheduler.held()
+        (slot,) = rig.engine._scheduler.slots.held()
         state = np.zeros(sequence_state.count_bytes(rig.context.handle, slot.number, partial=False), np.uint8)
         assert sequence_state.read(rig.context.handle, slot.number, state.ctypes.data, state.size, partial=False)
         states.append((slot.computed, state.size, state.tobytes() if has_equal_bits(rig) else b""))

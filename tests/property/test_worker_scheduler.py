@@ -281,7 +281,7 @@ class Traffic(RuleBasedStateMachine):
         self.limits = Limits(
             slots, context, batch, 6, can_trim, slots + outputs, copied, window,
             window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2), apart % 3,
-            context + pool if pool else 0, 1,
+            cells=context + pool if pool else 0, answer_cells=1,
         )  # fmt: skip
         self.restart()
 
@@ -389,7 +389,7 @@ class Traffic(RuleBasedStateMachine):
     def store(self, times: int) -> None:
         """Retained sequences are stored ahead of need."""
         for _ in range(times):
-            if (operation := self.scheduler.store_one()) is not None:
+            if (operation := self.scheduler.slots.store_one()) is not None:
                 self.memory.store(operation)
 
     @rule(
@@ -485,7 +485,7 @@ class Traffic(RuleBasedStateMachine):
     def remove_rejected(self, step: Step) -> None:
         for row in step.rows:
             if row.proposed:
-                self.memory.cut(row.slot, self.scheduler.kept(row.slot))
+                self.memory.cut(row.slot, self.scheduler.slots.computed(row.slot))
 
     def is_fetching(self) -> bool:
         return any(sequence.fetching for sequence in self.memory.stored)
@@ -596,7 +596,7 @@ class Traffic(RuleBasedStateMachine):
                 assert self.advance(16) > 0 or self.tiers
                 self.now += 0.5
         assert not self.live, "a job starves"
-        assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
+        assert sum(map(len, self.memory.slots)) == self.scheduler.slots.used, "a cell leaked"
 
 
 TestTraffic = pytest.mark.unmeasured(Traffic.TestCase)
@@ -757,7 +757,7 @@ def test_displaced_sequences_are_stored(
         while traffic.live:
             traffic.advance(8)
         known.append(live.tokens[:-1])  # the last token was not computed
-        if ahead and (operation := traffic.scheduler.store_one()) is not None:
+        if ahead and (operation := traffic.scheduler.slots.store_one()) is not None:
             traffic.memory.store(operation)
     held = [traffic.memory.tokens(slot) for slot in range(slots)]
     held += [list(sequence.tokens) for sequence in traffic.memory.stored]

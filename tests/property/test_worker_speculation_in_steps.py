@@ -158,7 +158,7 @@ def test_answers_are_those_of_one_token_per_step(
         assert text == answer[: len(text)]
         assert len(text) == len(answer) or ticket in aborts.values() or bench.outputs(ticket)[-1].error is not None
         assert sum(output.finish is not None for output in bench.outputs(ticket)) <= 1
-    held = {slot.number: slot.computed for slot in bench.engine._scheduler.held()}
+    held = {slot.number: slot.computed for slot in bench.engine._scheduler.slots.held()}
     assert {number: len(cells) for number, cells in enumerate(bench.backend.held) if cells} == held
     assert not cells or sum(map(len, bench.draft.held)) <= cells
 
@@ -214,7 +214,7 @@ def test_failing_sampler_leaves_no_proposals_in_its_slot(monkeypatch: pytest.Mon
     monkeypatch.setattr(TableSampler, "draw", failing)
     bench.run([ticket])
     assert bench.outputs(ticket)[-1].error is not None
-    (slot,) = bench.engine._scheduler.held()
+    (slot,) = bench.engine._scheduler.slots.held()
     assert bench.backend.held[slot.number] == list(slot.tokens)
 
 

@@ -52,12 +52,12 @@ def test_sequence_has_the_labels_of_a_prompt_once_it_is_computed_completely() ->
     scheduler = Scheduler(LIMITS)
     scheduler.submit([Job(1, (1, 2, 3, 4, 5, 6), labels=("a", "b"))])
     step(scheduler)
-    assert not list(scheduler.labels)
+    assert not list(scheduler.slots.labels)
     step(scheduler)
-    assert list(scheduler.labels) == ["a", "b"]
+    assert list(scheduler.slots.labels) == ["a", "b"]
     scheduler.abort(1)
-    assert scheduler.labels.take_changes() == (["a", "b"], [])
-    assert scheduler.labels.take_changes() == ([], [])
+    assert scheduler.slots.labels.take_changes() == (["a", "b"], [])
+    assert scheduler.slots.labels.take_changes() == ([], [])
 
 
 def test_aborted_prompt_and_dropped_sequence_leave_no_labels() -> None:
@@ -66,18 +66,18 @@ def test_aborted_prompt_and_dropped_sequence_leave_no_labels() -> None:
     step(scheduler)
     scheduler.abort(1)
     served(scheduler, 2, (7, 8, 9), "b", kv=KvHint("drop"))
-    assert not list(scheduler.labels)
+    assert not list(scheduler.slots.labels)
 
 
 def test_next_turn_keeps_the_labels_of_earlier_ones_and_another_continuation_loses_those_behind_it() -> None:
     scheduler = Scheduler(Limits(slots=1, context=40, batch=4, queue=8))
     served(scheduler, 1, (1, 2), "system")
     served(scheduler, 2, (1, 2, 90, 3), "system", "turn")
-    assert list(scheduler.labels) == ["system", "turn"]
+    assert list(scheduler.slots.labels) == ["system", "turn"]
     served(scheduler, 3, (1, 2, 90, 4), "other")
-    assert list(scheduler.labels) == ["system", "other"], "the end of the first conversation was overwritten"
-    scheduler.forget()
-    assert scheduler.labels.take_changes() == ([], []), "they came and went since the last report"
+    assert list(scheduler.slots.labels) == ["system", "other"], "the end of the first conversation was overwritten"
+    scheduler.slots.forget()
+    assert scheduler.slots.labels.take_changes() == ([], []), "they came and went since the last report"
 
 
 def test_copy_of_a_beginning_has_its_labels() -> None:
@@ -86,7 +86,7 @@ def test_copy_of_a_beginning_has_its_labels() -> None:
     served(scheduler, 2, (1, 2, 90, 3), "first")
     scheduler.submit([Job(3, (1, 2, 90, 4))])
     step(scheduler)
-    labels = sorted(tuple(slot.labels) for slot in scheduler.held())
+    labels = sorted(tuple(slot.labels) for slot in scheduler.slots.held())
     assert labels == [("system",), ("system", "first")]
 
 
@@ -94,18 +94,18 @@ def test_stored_sequence_takes_its_labels_along_and_gives_them_back() -> None:
     catalog = Catalog()
     scheduler = Scheduler(LIMITS, catalog)
     served(scheduler, 1, (1, 2, 3), "a")
-    store = scheduler.store_one()
+    store = scheduler.slots.store_one()
     assert store is not None
     catalog.add(store.sequence)
-    scheduler.forget()
-    assert list(scheduler.labels) == ["a"], "the stored sequence still has it"
+    scheduler.slots.forget()
+    assert list(scheduler.slots.labels) == ["a"], "the stored sequence still has it"
     store.sequence.in_ram = True
     served(scheduler, 2, (1, 2, 3, 90, 5), "b")
-    assert scheduler.held()[0].labels == {"a": 3, "b": 5}
+    assert scheduler.slots.held()[0].labels == {"a": 3, "b": 5}
     catalog.remove(store.sequence)
     catalog.remove(store.sequence)
-    scheduler.forget()
-    assert not list(scheduler.labels)
+    scheduler.slots.forget()
+    assert not list(scheduler.slots.labels)
 
 
 def test_labels_of_a_stored_sequence_are_part_of_its_entry() -> None:
@@ -139,9 +139,9 @@ def test_oldest_labels_of_a_model_are_forgotten() -> None:
 def test_slots_without_labels_report_nothing() -> None:
     slots = Slots(LIMITS)
     served(scheduler := Scheduler(LIMITS), 1, (1, 2))
-    scheduler.forget()
+    scheduler.slots.forget()
     assert not list(slots.labels)
-    assert scheduler.labels.take_changes() == ([], [])
+    assert scheduler.slots.labels.take_changes() == ([], [])
 
 
 def test_model_has_the_labels_of_all_its_workers_until_the_last_one_ends() -> None:

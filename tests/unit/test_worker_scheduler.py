@@ -271,7 +271,7 @@ def test_forget_drops_retained_prefixes_only() -> None:
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
     rows_of(scheduler)
     scheduler.finish(1)
-    scheduler.forget()
+    scheduler.slots.forget()
     scheduler.extend(2, 9)
     step = scheduler.plan(0.0, 8)
     assert step.operations == (Remove(0, 0),)
@@ -623,12 +623,12 @@ def test_dropped_request_leaves_no_tokens() -> None:
         scheduler.submit([Job(number, (1, 2, 3, 4, 5), kv=hint)])
         rows_of(scheduler, 32)
         scheduler.finish(number)
-        assert sum(slot.computed for slot in scheduler.held()) == left
-    (slot,) = scheduler.held()
-    operation = scheduler.store(slot)
+        assert sum(slot.computed for slot in scheduler.slots.held()) == left
+    (slot,) = scheduler.slots.held()
+    operation = scheduler.slots.store(slot)
     assert operation is not None
     assert (list(operation.sequence.tokens), operation.sequence.hint) == ([1, 2, 3, 4, 5], KvHint("keep"))
-    assert (scheduler.hits.misses, scheduler.hits.hot) == (2, 0)
+    assert (scheduler.slots.hits.misses, scheduler.slots.hits.hot) == (2, 0)
 
 
 def test_running_sequence_of_a_pool_gives_way_and_goes_on() -> None:
@@ -741,12 +741,12 @@ def test_copy_of_a_running_prefix_gets_cells_of_retained_ones() -> None:
 def test_occupied_is_the_share_of_slots_with_tokens() -> None:
     """A finished request leaves its tokens, so that its slot stays occupied."""
     scheduler = Scheduler(Limits(slots=4, context=40, batch=30, queue=4))
-    assert scheduler.occupied == 0.0
+    assert scheduler.slots.occupied == 0.0
     scheduler.submit([Job(1, (1, 2, 3))])
     rows_of(scheduler)
-    assert scheduler.occupied == 0.25
+    assert scheduler.slots.occupied == 0.25
     scheduler.finish(1)
-    assert scheduler.occupied == 0.25
+    assert scheduler.slots.occupied == 0.25
 
 
 @pytest.mark.parametrize(("transfers", "steps"), [(1, 4), (2, 2), (8, 1)])

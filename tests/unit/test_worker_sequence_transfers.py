@@ -106,7 +106,7 @@ def test_storing_ahead_takes_a_small_share_of_the_time() -> None:
 
 def test_nothing_is_stored_ahead_while_a_request_waits_for_a_slot_or_beside_another_transfer() -> None:
     rig = Rig()
-    copied = rig.scheduler.store_one()
+    copied = rig.scheduler.slots.store_one()
     assert copied is not None
     assert rig.ahead(copied) == 0
     rig = Rig()

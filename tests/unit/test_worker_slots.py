@@ -77,13 +77,13 @@ def test_job_waits_for_its_sequence_on_disk_for_a_while() -> None:
     assert run(scheduler, LEAST_FETCH_SECONDS / 2) == Step((), [], (), 0, 0)
     assert [(row.job, row.start) for row in run(scheduler, LEAST_FETCH_SECONDS).rows] == [(1, 0)]
     scheduler.finish(1)
-    scheduler.forget()
+    scheduler.slots.forget()
     stored.in_ram, stored.fetching, stored.fetched = True, False, True
     scheduler.submit([Job(2, (*range(10), 21))])
     step = run(scheduler)
     assert Load in kinds(step.operations)
     assert scheduler.restored(2) == "disk"
-    assert scheduler.hits.disk == 1
+    assert scheduler.slots.hits.disk == 1
 
 
 @pytest.mark.parametrize("prefetched", [0, 1])
@@ -113,13 +113,13 @@ def test_sequence_is_read_from_disk_only_if_it_is_better(place: str) -> None:
 
 def test_least_recently_used_sequence_is_stored_once() -> None:
     scheduler = Scheduler(PLAIN, Catalog())
-    assert scheduler.store_one() is None
+    assert scheduler.slots.store_one() is None
     served(scheduler, Job(1, (1, 2, 3)))
     served(scheduler, Job(2, (4, 5, 6)))
-    found = [scheduler.store_one(), scheduler.store_one()]
+    found = [scheduler.slots.store_one(), scheduler.slots.store_one()]
     assert [store.sequence.tokens[0] for store in found if store is not None] == [1, 4]
-    assert scheduler.store_one() is None
-    assert scheduler.cells_used == 6
+    assert scheduler.slots.store_one() is None
+    assert scheduler.slots.used == 6
 
 
 def test_stored_sequence_is_chosen_by_what_can_be_used_of_it() -> None:
@@ -241,11 +241,11 @@ def test_jobs_of_a_failed_batch_end_and_others_go_on() -> None:
         (3, "WAITING", 1, 2), (1, "PREFILL", 0, 2), (2, "PREFILL", 0, 2),
     ]  # fmt: skip
     assert scheduler.failed() == (1, 2)
-    assert scheduler.cells == (0, 0)
+    assert scheduler.slots.cells == (0, 0)
     run(scheduler)
-    assert scheduler.cells == (2, 0)
+    assert scheduler.slots.cells == (2, 0)
     assert scheduler.failed() == (3,)
-    assert scheduler.cells == (0, 2)
+    assert scheduler.slots.cells == (0, 2)
     assert not scheduler.progress()
 
 

@@ -149,7 +149,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drops the retained prefixes before the next step."""
-        self._control(self._scheduler.forget)
+        self._control(self._scheduler.slots.forget)
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends all requests with `reason` after the running step. Returns whether the thread ended within `seconds`."""
@@ -541,9 +541,9 @@ class Engine:
         now = self._clock()
         is_due = now - self._progress_reported_at >= PROGRESS_SECONDS
         if is_due or not self.counters.active:
-            self.counters.cells_used, self.counters.cells_retained = self._scheduler.cells
+            self.counters.cells_used, self.counters.cells_retained = self._scheduler.slots.cells
             self.counters.kv = self._transfers.counts()
-            added, removed = self._scheduler.labels.take_changes()
+            added, removed = self._scheduler.slots.labels.take_changes()
             if added or removed:
                 self.label_changes.append(KvLabels(tuple(added), tuple(removed)))
         if is_due:

@@ -23,8 +23,7 @@ from operator import attrgetter
 from inference.protocol import KvTier
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.checkpoints import checkpoint_stops
-from inference.worker.kv.labels import Labels
-from inference.worker.kv.slot import Hits, Slot
+from inference.worker.kv.slot import Slot
 from inference.worker.kv.slots import Slots
 from inference.worker.prompt.image_tokens import undivided
 from inference.worker.steps import (
@@ -38,7 +37,6 @@ from inference.worker.steps import (
     Phase,
     Row,
     Step,
-    Store,
     StoredSequence,
 )
 
@@ -108,7 +106,8 @@ class Scheduler:
         self.limits = limits
         self._most = limits.slots
         self._catalog = catalog
-        self._slots = Slots(limits, catalog)
+        self.slots = Slots(limits, catalog)
+        """What is in the context."""
         self._runs: dict[int, _Run] = {}
         # Both in the order of service. Suspended jobs are in neither.
         self._waiting: list[_Run] = []
@@ -153,24 +152,9 @@ class Scheduler:
         return self.limits.slots + self.limits.queue - len(self._runs)
 
     @property
-    def cells_used(self) -> int:
-        """KV cells in use, including retained prefixes."""
-        return self._slots.used
-
-    @property
-    def cells(self) -> tuple[int, int]:
-        """KV cells in use: of jobs with a slot, and of retained prefixes."""
-        return self._slots.cells
-
-    @property
     def has_work(self) -> bool:
         """Whether there is work for a step."""
-        return bool(self._running or self._waiting or self._slots.pending)
-
-    @property
-    def labels(self) -> Labels:
-        """The labels of all sequences in slots and in the store."""
-        return self._slots.labels
+        return bool(self._running or self._waiting or self.slots.pending)
 
     def progress(self) -> list[tuple[int, Phase, int, int]]:
         """Waiting and prefilling jobs: id, phase, place in the queue (1 = next) or computed tokens, all tokens."""
@@ -243,10 +227,6 @@ class Scheduler:
         """Sets the maximum number (at least 1) of slots in use; jobs with a slot keep it."""
         self._most = sequences
 
-    def forget(self, tenant: str | None = None) -> int:
-        """Drops the retained prefixes, of `tenant` or of all; returns how many."""
-        return self._slots.forget(tenant)
-
     def plan(self, now: float, prefill_budget: int, transfers: int = 1, propose: Propose | None = None) -> Step:
         """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
 
@@ -258,7 +238,7 @@ class Scheduler:
         """
         assert not self._pending, "the result of the last step was not reported"
         self._now = now
-        self._slots.begin(transfers)
+        self.slots.begin(transfers)
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
             self._admit(now)
@@ -267,7 +247,7 @@ class Scheduler:
         if self.limits.checkpoints:
             self._take_checkpoints()
         rows = self._decoding()
-        free = self.limits.cells - self._slots.used if self.limits.cells else self.limits.batch
+        free = self.limits.cells - self.slots.used if self.limits.cells else self.limits.batch
         rows = rows[: max(0, free)]  # the oldest jobs
         decoding = len(rows)
         budget = min(prefill_budget, free - decoding)
@@ -280,11 +260,11 @@ class Scheduler:
             proposed = sum([row.proposed for row in rows])
         rows.sort(key=_by_slot)
         self._pending = rows
-        return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill + proposed, proposed)
+        return Step(self.slots.operations(), rows, expired, prefill, decoding + prefill + proposed, proposed)
 
     def computed(self) -> None:
         """Records that the batch of the step was computed."""
-        self._slots.arrived()
+        self.slots.arrived()
         for row in self._pending:
             run = self._runs[row.job]
             self._slot_of(run).computed += len(row.tokens) - row.proposed
@@ -295,7 +275,7 @@ class Scheduler:
             if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
                 if run.job.labels:
-                    self._slots.label(self._slot_of(run), run.job.labels, len(run.job.prompt))
+                    self.slots.label(self._slot_of(run), run.job.labels, len(run.job.prompt))
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:
@@ -310,7 +290,7 @@ class Scheduler:
             return ()
         ended = tuple(self._running)
         for run in ended:
-            self._slots.invalidate(self._slot_of(run))
+            self.slots.invalidate(self._slot_of(run))
             self._end(run)
         return tuple(run.job.id for run in ended)
 
@@ -322,7 +302,7 @@ class Scheduler:
         self._pending = ()
         for run in self._running:
             if self._slot_of(run).number in slots:
-                self._slots.invalidate(self._slot_of(run))
+                self.slots.invalidate(self._slot_of(run))
                 self._slot_of(run).tokens = run.tokens
                 run.stops = checkpoint_stops(run.job, 0, self.limits)
 
@@ -334,38 +314,11 @@ class Scheduler:
         rows, self._pending = self._pending, ()
         lost = [self._runs[row.job] for row in rows]
         for run in lost:
-            self._slots.invalidate(self._slot_of(run))
+            self.slots.invalidate(self._slot_of(run))
         lost = lost or [run for run in self._running if self._left(run) == 0]
         for run in lost:
             self._end(run)
         return tuple(run.job.id for run in lost)
-
-    def kept(self, slot: int) -> int:
-        """How many tokens of a slot belong to its sequence; behind them are proposals that were not drawn."""
-        return self._slots.computed(slot)
-
-    # --- between steps -----------------------------------------------------------------------------------------------
-    def store_one(self) -> Store | None:
-        """The operation that stores the least recently used retained sequence without a copy, or None."""
-        return self._slots.store_one()
-
-    def store(self, slot: Slot) -> Store | None:
-        """The operation that stores a free `slot`, None if that is impossible."""
-        return self._slots.store(slot)
-
-    def held(self) -> list[Slot]:
-        """The slots with tokens."""
-        return self._slots.held()
-
-    @property
-    def occupied(self) -> float:
-        """The share of slots that hold tokens, from 0.0 to 1.0."""
-        return self._slots.occupied
-
-    @property
-    def hits(self) -> Hits:
-        """How many prompts were continued, and from where."""
-        return self._slots.hits
 
     def restored(self, job: int) -> KvTier | None:
         """Where the tokens were that a running job did not compute."""
@@ -404,7 +357,7 @@ class Scheduler:
             if self.limits.cells and not self._has_cells(run):
                 return
             tokens = run.tokens[:] if run.tokens is run.job.prompt else run.tokens
-            slot = self._slots.take(tokens, run.job.tenant, self._reusable(run))
+            slot = self.slots.take(tokens, run.job.tenant, self._reusable(run))
             if slot is None:
                 return  # sequences move first, one per step
             self._waiting.remove(run)
@@ -426,9 +379,9 @@ class Scheduler:
         lefts = [self._left(run) for run in self._running]
         oldest = next((left for left in lefts if left > 1), 0)
         need = lefts.count(1) + min(budget, oldest)
-        while self._slots.used + need > self.limits.cells:
-            can_preempt = self._slots.cells[1] == 0 and len(self._running) > 1
-            if not self._slots.shed() and not (can_preempt and self._preempt()):
+        while self.slots.used + need > self.limits.cells:
+            can_preempt = self.slots.cells[1] == 0 and len(self._running) > 1
+            if not self.slots.shed() and not (can_preempt and self._preempt()):
                 return
 
     def _preempt(self) -> bool:
@@ -441,7 +394,7 @@ class Scheduler:
         self._leave(run)
         self._move(run, "preempt")
         insort(self._waiting, run, key=_order)
-        return self._slots.shed(slot)
+        return self.slots.shed(slot)
 
     def _seek(self, now: float) -> None:
         """Begins to read the sequences from disk that waiting jobs can go on from."""
@@ -449,11 +402,11 @@ class Scheduler:
             if run.sought:
                 continue
             run.sought = True
-            run.fetched = self._slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
+            run.fetched = self.slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
             if run.fetched is not None:
                 # A longer wait would take longer than computing the tokens again.
                 run.fetch_until = now + max(LEAST_FETCH_SECONDS, run.fetched.compute_seconds)
-                self._slots.fetch(run.fetched)
+                self.slots.fetch(run.fetched)
 
     @staticmethod
     def _is_fetching(run: _Run, now: float) -> bool:
@@ -487,7 +440,7 @@ class Scheduler:
         for run in self._running:
             slot = self._slot_of(run)
             if slot.computed in run.stops or (run.generated == 1 and slot.computed == len(run.job.prompt)):
-                self._slots.save(slot)
+                self.slots.save(slot)
 
     def _decoding(self) -> list[Row]:
         """A row for each job with exactly one token to compute."""
@@ -582,7 +535,7 @@ class Scheduler:
 
     # --- ends of jobs ----------------------------------------------------------------------------------------------
     def _put_back(self, run: _Run) -> None:
-        self._slots.empty(self._slot_of(run))
+        self.slots.empty(self._slot_of(run))
         run.slot = None
         self._running.remove(run)
         self._move(run, "preempt")
@@ -590,9 +543,9 @@ class Scheduler:
 
     def _leave(self, run: _Run, *, keeps: bool = True) -> None:
         if keeps:
-            self._slots.release(self._slot_of(run), self._now)
+            self.slots.release(self._slot_of(run), self._now)
         else:
-            self._slots.empty(self._slot_of(run))
+            self.slots.empty(self._slot_of(run))
         run.slot = None
         self._running.remove(run)
         self._crowded = False

@@ -17,7 +17,7 @@ def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Seque
     """All sequences, the last used first. `now` is on the clock of the scheduler."""
     stored = {} if store is None else {sequence.id: sequence for sequence in store.catalog}
     found = []
-    for slot in scheduler.held():
+    for slot in scheduler.slots.held():
         tokens = slot.tokens[: slot.computed]
         id = sequence_id(tokens, slot.tenant)
         idle = 0.0 if slot.taken else max(0.0, now - slot.released_at)
@@ -45,8 +45,8 @@ def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Seque
 
 def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None) -> int:
     """Drops the sequences that no request uses, of `tenant` or of all; returns how many."""
-    free = {_slot_id(slot) for slot in scheduler.held() if not slot.taken and tenant in (None, slot.tenant)}
-    scheduler.forget(tenant)
+    free = {_slot_id(slot) for slot in scheduler.slots.held() if not slot.taken and tenant in (None, slot.tenant)}
+    scheduler.slots.forget(tenant)
     if store is not None:
         stored = [sequence for sequence in store.catalog if tenant in (None, sequence.tenant)]
         free |= {sequence.id for sequence in stored}
@@ -58,8 +58,8 @@ def pin(scheduler: Scheduler, transfers: SequenceTransfers, ids: Collection[str]
     """Keeps sequences for `seconds` from now; returns how many were found. Those in slots only are stored first."""
     if (store := transfers.store) is None:
         return 0
-    for slot in scheduler.held():
-        if not slot.taken and slot.unsaved and _slot_id(slot) in ids and (operation := scheduler.store(slot)):
+    for slot in scheduler.slots.held():
+        if not slot.taken and slot.unsaved and _slot_id(slot) in ids and (operation := scheduler.slots.store(slot)):
             transfers.save(operation)
     found = [sequence for sequence in store.catalog if sequence.id in ids]
     store.pin(found, time.time() + seconds if seconds else 0.0)

@@ -67,7 +67,7 @@ class SequenceTransfers:
         if any(isinstance(operation, Store | Load) for operation in operations):
             return
         scheduler = self._scheduler
-        is_scarce = scheduler.occupied >= scheduler.limits.threshold and not scheduler.queued
+        is_scarce = scheduler.slots.occupied >= scheduler.limits.threshold and not scheduler.queued
         seconds = self._clock() - began if is_scarce and self.store_one() else 0.0
         self._again_at = began + max(LOOK_SECONDS, seconds / AHEAD_SHARE)
 
@@ -92,7 +92,7 @@ class SequenceTransfers:
 
     def store_one(self) -> bool:
         """Stores a retained sequence; returns False if all are stored."""
-        if self.store is None or not self.store.enabled or (operation := self._scheduler.store_one()) is None:
+        if self.store is None or not self.store.enabled or (operation := self._scheduler.slots.store_one()) is None:
             return False
         self.save(operation)
         return True
@@ -138,10 +138,10 @@ class SequenceTransfers:
 
     def counts(self) -> KvCounts:
         """Numbers for the heartbeat."""
-        hits = self._scheduler.hits
+        hits = self._scheduler.slots.hits
         return replace(
             KvCounts() if self.store is None else self.store.counts(),
-            hot_sequences=len(self._scheduler.held()),
+            hot_sequences=len(self._scheduler.slots.held()),
             hits_hot=hits.hot,
             hits_ram=hits.ram,
             hits_disk=hits.disk,

@@ -66,7 +66,7 @@ class Verification:
     def remove_rejected(self, step: Step) -> None:
         """Removes the proposals that were not drawn from their slots."""
         for row in step.rows if step.proposed else ():
-            if row.proposed and (kept := self._scheduler.kept(row.slot)) < row.start + len(row.tokens):
+            if row.proposed and (kept := self._scheduler.slots.computed(row.slot)) < row.start + len(row.tokens):
                 self._backend.remove(row.slot, kept)
 
     def removed(self, slot: int, start: int) -> None:
