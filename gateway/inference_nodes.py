@@ -34,8 +34,30 @@ SWEEP_SECONDS = 1.0
 """Time between two checks for nodes that have left."""
 
 
+class Observer(Protocol):
+    """Gets what happens, for the dashboard."""
+
+    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
+        """An event of an inference service; the name of the only one is empty."""
+        ...
+
+    def on_reachable(self, node: str, is_reachable: bool) -> None:
+        """An inference service became reachable, or does not answer any more."""
+        ...
+
+    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
+        """A breaker has a new state; None when it was removed."""
+        ...
+
+    def on_stop(self) -> None:
+        """The gateway stops: streams that do not end by themselves must end."""
+        ...
+
+
 class Owner(Protocol):
-    """The running gateway. The name of the only service is empty."""
+    """The running gateway."""
+
+    observer: Observer | None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Starts a background task."""
@@ -51,14 +73,6 @@ class Owner(Protocol):
 
     def on_nodes(self, change: Change) -> None:
         """Nodes were added or removed, or the settings have changed; added ones start after this call."""
-        ...
-
-    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
-        """An event of an inference service."""
-        ...
-
-    def on_reachable(self, node: str, is_reachable: bool) -> None:
-        """An inference service became reachable, or does not answer any more."""
         ...
 
 
@@ -177,7 +191,8 @@ class InferenceNodes:
             self.prefixes.apply(node.name, kind, data)
         if kind == "snapshot":
             self._note_twins(node)
-        self._owner.on_event(node.name, kind, data)
+        if (observer := self._owner.observer) is not None:
+            observer.on_event(node.name, kind, data)
 
     def _note_twins(self, node: Node) -> None:
         """Two names of one service count its places twice."""
@@ -191,7 +206,8 @@ class InferenceNodes:
     def on_reachable(self, node: Node, is_reachable: bool) -> None:
         """See `NodeObserver`."""
         self._telemetry.node_up.labels(node.name).set(is_reachable)
-        self._owner.on_reachable(node.name, is_reachable)
+        if (observer := self._owner.observer) is not None:
+            observer.on_reachable(node.name, is_reachable)
 
     def on_models(self, node: Node) -> None:
         """See `NodeObserver`."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gateway import settings_loading
 from gateway.access.admission import Admission
@@ -24,7 +24,7 @@ from gateway.breaker.permits import BreakerState, Rule
 from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
-from gateway.inference_nodes import InferenceNodes
+from gateway.inference_nodes import InferenceNodes, Observer
 from gateway.nodes.fleet import Change, Fleet
 from gateway.nodes.fleet_view import FleetView
 from gateway.providers import registry
@@ -68,26 +68,6 @@ class Source:
     def load(self) -> GatewayConfig:
         """The current configuration; raises ConfigError."""
         return settings_loading.load(self.config_dir, self.environ(), self.overrides)
-
-
-class Observer(Protocol):
-    """Gets what happens, for the dashboard."""
-
-    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
-        """An event of an inference service; the name of the only one is empty."""
-        ...
-
-    def on_reachable(self, node: str, is_reachable: bool) -> None:
-        """An inference service became reachable, or does not answer any more."""
-        ...
-
-    def on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
-        """A breaker has a new state; None when it was removed."""
-        ...
-
-    def on_stop(self) -> None:
-        """The gateway stops: streams that do not end by themselves must end."""
-        ...
 
 
 class Runtime:
@@ -175,7 +155,7 @@ class Runtime:
     def _has_clouds(self) -> bool:
         """Whether a route has a cloud with a key."""
         entries = {entry.partition("/")[0] for route in self.config.routes.values() for entry in route.chain}
-        return any(self._registry.get(name) is not None for name in entries - {LOCAL})
+        return any(self._registry.providers.get(name) is not None for name in entries - {LOCAL})
 
     async def stop(self) -> None:
         """Closes all connections, after all requests have ended."""
@@ -271,16 +251,6 @@ class Runtime:
         self._retired += [(self._number, provider) for provider in before.gone(self._registry)]
         self._number += 1
         self._close_retired()
-
-    def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
-        """An event of an inference service."""
-        if self.observer is not None:
-            self.observer.on_event(node, kind, data)
-
-    def on_reachable(self, node: str, is_reachable: bool) -> None:
-        """An inference service became reachable, or does not answer any more."""
-        if self.observer is not None:
-            self.observer.on_reachable(node, is_reachable)
 
     def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
         self.telemetry.on_breaker(provider, model, state)

@@ -102,10 +102,7 @@ def admin_router(runtime: Runtime) -> APIRouter:
     @routes.post("/breakers/{name:path}/reset")
     async def reset(request: Request, name: str) -> Response:
         admit(request)
-        if not runtime.breakers.reset(name):
-            known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
-            raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
-        return json_response({"name": name, "state": "closed"})
+        return json_response(reset_breaker(runtime, name))
 
     @routes.get("/nodes")
     async def nodes(request: Request) -> Response:
@@ -171,6 +168,14 @@ def _node(node: Node) -> dict[str, Any]:
         "loaded": sorted(name for name, status in models.items() if status.state in _LOADED),
         "in_flight": sum(status.in_flight for status in models.values()),
     }
+
+
+def reset_breaker(runtime: Runtime, name: str) -> dict[str, str]:
+    """Closes a breaker; returns its state. Raises RequestError for an unknown one."""
+    if not runtime.breakers.reset(name):
+        known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
+        raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
+    return {"name": name, "state": "closed"}
 
 
 async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, Any]:

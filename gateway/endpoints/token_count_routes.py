@@ -173,7 +173,7 @@ class _Counting:
         gateway, request = self._gateway, self._request
         if candidate.is_local:
             return await gateway.counter.count(candidate.model, request.body, seconds)
-        provider = gateway.registry.get(candidate.provider)
+        provider = gateway.registry.providers.get(candidate.provider)
         if isinstance(provider, CountsTokens):
             connect = gateway.config.deadlines.connect
             return await provider.count_tokens(

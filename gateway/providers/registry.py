@@ -35,10 +35,6 @@ class Registry:
     providers: Mapping[str, Provider]
     _made_from: Mapping[str, Any] = field(default_factory=dict)
 
-    def get(self, key: str) -> Provider | None:
-        """The provider, or None when it is absent."""
-        return self.providers.get(key)
-
     def with_nodes(self, nodes: Mapping[str, LocalProvider]) -> Registry:
         """The same clouds with these inference services."""
         clouds = {key: provider for key, provider in self.providers.items() if not is_local(key)}

@@ -89,7 +89,7 @@ class CandidateFilter:
         is_settled = gateway.fleet_view is None or candidate.node or not candidate.is_local
         if candidate.is_rule:
             return self._facts_of_rule(breakers.open_for(key, "") if is_settled else gateway.open_for(candidate, ""))
-        provider = gateway.registry.get(key) if is_settled else gateway.provider_of(candidate)
+        provider = gateway.registry.providers.get(key) if is_settled else gateway.provider_of(candidate)
         is_present = provider is not None or candidate.is_local
         unsupported = (
             ALL_TAKEN if provider is None else provider.unsupported_params(request.endpoint, request.body, model)

@@ -115,7 +115,7 @@ class GatewayState:
 
     def provider_of(self, candidate: Candidate) -> Provider | None:
         """The provider of a candidate; any node's while it is not settled, because they accept the same requests."""
-        found = self.registry.get(candidate.provider_key)
+        found = self.registry.providers.get(candidate.provider_key)
         if found is None and candidate.is_local and not candidate.node:
             return next((node.provider for node in self.nodes.values()), None)
         return found

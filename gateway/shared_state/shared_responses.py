@@ -73,7 +73,7 @@ class SharedResponses(Store):
         try:
             await self._fetch(owner, id)
         except _ERRORS:
-            self._state.note_error("responses")
+            self._state.on_error("responses")
 
     async def fetch_items(self, owner: str, items: Iterable[str]) -> None:
         """Gets the responses whose conversations contain these items, if none is here."""
@@ -86,7 +86,7 @@ class SharedResponses(Store):
             for id in {id.decode() for id in found if id is not None}:
                 await self._fetch(owner, id)
         except _ERRORS:
-            self._state.note_error("responses")
+            self._state.on_error("responses")
 
     async def forget(self, owner: str, id: str, now: float) -> bool:
         """Deletes a response at every gateway; returns whether there was one."""
@@ -99,7 +99,7 @@ class SharedResponses(Store):
                 keys = [_value_key(owner, id), _deleted_key(owner, id), RESPONSES, self._state.channel]
                 reply = await self._delete(keys, [owner, id, round(self._seconds * 1000), message])
         except (RedisError, OSError, TimeoutError):
-            self._state.note_error("responses")
+            self._state.on_error("responses")
             return existed
         return existed or bool(reply)
 
@@ -142,7 +142,7 @@ class SharedResponses(Store):
             async with asyncio.timeout(BULK_SECONDS):
                 await self._put(keys, [value, owner, id, round(self._seconds * 1000), SHARED_BYTES])
         except (RedisError, OSError, TimeoutError):
-            self._state.note_error("responses")
+            self._state.on_error("responses")
 
     def _on_deleted(self, owner: str, id: str) -> None:
         self.delete(owner, id, self._state.clock())

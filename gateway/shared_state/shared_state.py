@@ -59,7 +59,8 @@ class SharedState:
         self.clock = clock
         self._address = shown(url)
         self._on_state = on_state
-        self._on_error = on_error
+        self.on_error = on_error
+        """Counts a failed operation."""
         self._store = Store(url, self._lost, on_error)
         self._offset = 0.0
         """Server time minus the clock of this process."""
@@ -118,10 +119,6 @@ class SharedState:
     def post(self, operation: str, script: str, keys: list[str], values: Values = ()) -> asyncio.Future[Any] | None:
         """Sends a script after those that were sent before; nothing waits for it. None while the store is lost."""
         return self._store.post(operation, script, keys, values) if self.is_up else None
-
-    def note_error(self, operation: str) -> None:
-        """Counts an operation that failed on another connection."""
-        self._on_error(operation)
 
     # --- the connection ----------------------------------------------------------------------------------------------
     async def _run(self) -> None:

@@ -59,7 +59,7 @@ class Dashboard:
         logging.getLogger().removeHandler(self.feed.lines)
         self.feed.close()
 
-    # --- what happens (see `gateway.runtime.Observer`) ---------------------------------------------------------------
+    # --- what happens (see `gateway.inference_nodes.Observer`) --------------------------------------------------------
     def on_event(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
         """See `Observer`."""
         try:

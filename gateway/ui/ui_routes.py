@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 import headgate
 from gateway.access.authentication import Key, Scope
 from gateway.endpoints.model_routes import VIEW_SECONDS, models_of
-from gateway.endpoints.operator_routes import sums
+from gateway.endpoints.operator_routes import reset_breaker, sums
 from gateway.errors import RefusedError, RequestError
 from gateway.http.http_exchange import exchange_of, read_body
 from gateway.http.middleware import PAGE
@@ -141,10 +141,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     async def reset(request: Request, name: str) -> Response:
         signed = signed_in(request, "admin")
         log.info("reset of the breaker %s is requested with the key %s", name[:100], signed.key.name)
-        if not runtime.breakers.reset(name):
-            known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
-            raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
-        return _json({"name": name, "state": "closed"})
+        return _json(reset_breaker(runtime, name))
 
     # --- keys and usage ----------------------------------------------------------------------------------------------
     @routes.get("/api/keys")
