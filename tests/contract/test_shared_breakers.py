@@ -281,7 +281,7 @@ async def test_open_period_of_the_file_counts_where_the_store_has_nothing_newer(
         other.breakers.reset("p/closed-since")
         await asyncio.sleep(0.05)  # until the store has it
         again = SharedGateway(server.url, tmp_path, 3600.0, long)
-        again.file._directory = before.file._directory
+        again.file._path = before.file._path
         again.file._wall = time.time
         await again.file.load()
         again.breakers.restore()
