@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from ssl import SSLContext, create_default_context
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx2
 from aiohttp.abc import AbstractResolver
 
-from gateway.providers.aiohttp_transport import AiohttpTransport
+from gateway.providers.cloud_http import CloudHttp
 from headgate.shared import hop
 
 KEEPALIVE_SECONDS = 30.0
@@ -68,30 +68,39 @@ def make_hop(url: str, tls: SSLContext | None = None, server_name: str | None = 
     return hop.Hop(connector, parts.netloc.rpartition("@")[2], LOCAL_KEEPALIVE_SECONDS), parts.path
 
 
-def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
-    """The HTTP client of a cloud SDK. It has a connect timeout only, because the attempt measures silence.
+def make_cloud_http(url: str) -> CloudHttp:
+    """The HTTP client of the cloud at `url`. It has a connect timeout only, because the attempt measures silence.
 
     The number of connections is not limited, because admission limits the calls, and a wait for a free connection would
-    look like a fault of the provider. Certificates are always verified. Redirects are not followed, so that prompts and
-    keys go to the configured address only. Proxies of the environment (`HTTPS_PROXY`) are used, by httpx2's own
-    transport.
+    look like a fault of the provider. Certificates are always verified. The proxy is the one that the environment names
+    for the host now (`HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY`).
     """
-    return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=connect_seconds),
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_SECONDS),
-        follow_redirects=False,
-        transport=None if getproxies() else AiohttpTransport(partial(_make_cloud_session, httpx2.create_ssl_context())),
-    )
+    return CloudHttp(partial(_make_cloud_session, httpx2.create_ssl_context(), _proxy_of(url)))
 
 
-def _make_cloud_session(trust: SSLContext) -> aiohttp.ClientSession:
-    """The session below an SDK's client: no cookies, no limit of connections, deadlines per call only."""
+def _proxy_of(url: str) -> str | None:
+    parts, proxies = urlsplit(url), getproxies()
+    if not proxies or proxy_bypass(parts.hostname or ""):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def _make_cloud_session(trust: SSLContext, proxy: str | None) -> aiohttp.ClientSession:
+    """The session for a cloud: no cookies, no limit of connections, deadlines per call only."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=trust),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        proxy=proxy,
         read_bufsize=2**18,
         max_field_size=2**16,
     )
+
+
+def make_unused_client() -> httpx2.AsyncClient:
+    """The HTTP client of an SDK whose own calls are not used. It opens no connection, and loads no certificates."""
+
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("requests are sent by CloudSender", request=request)
+
+    return httpx2.AsyncClient(transport=httpx2.MockTransport(refuse), trust_env=False)

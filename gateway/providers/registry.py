@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.breaker.outcome import is_local
-from gateway.providers.http_clients import make_sdk_client
+from gateway.providers.http_clients import make_cloud_http
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.settings import GatewayConfig, ProviderSettings
@@ -58,15 +58,15 @@ async def build(config: GatewayConfig, old: Registry | None = None) -> Registry:
             reason = f"{variable} is not set" if variable else "its api_key is empty"
             log.info("provider %s is not available: %s; its entries in chains are skipped", name, reason)
             continue
-        made_from[name] = (settings, config.deadlines.connect)
+        made_from[name] = settings
         if old is not None and old._made_from.get(name) == made_from[name]:
             providers[name] = old.providers[name]
         else:
-            providers[name] = await _build_sdk(name, settings, config.deadlines.connect)
+            providers[name] = await _build_sdk(name, settings)
     return Registry(providers, made_from)
 
 
-async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: float) -> Provider:
+async def _build_sdk(name: str, settings: ProviderSettings) -> Provider:
     module_name, class_name = _SDKS[settings.kind]
     module = await asyncio.to_thread(importlib.import_module, module_name)
     quiet()  # a variable of the SDK (OPENAI_LOG) may have turned on logging of bodies
@@ -74,7 +74,7 @@ async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: flo
         name,
         api_key=settings.api_key,
         base_url=settings.base_url,
-        http=make_sdk_client(connect_seconds),
+        http=make_cloud_http(settings.base_url or module.BASE_URL),
         **({} if settings.flavor is None else {"flavor": settings.flavor}),
     )
     return provider

@@ -13,17 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
+import aiohttp
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from yarl import URL
 
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers import sdk_stream
+from gateway.providers import cloud_http
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
-from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.providers.cloud_http import CloudHttp
+from gateway.providers.http_clients import make_cloud_http, make_local_session
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import AnswersWhole, Call, Provider
@@ -69,15 +71,15 @@ class Rig:
 
 
 def _make_openai(url: str, key: str) -> Provider:
-    return OpenAIProvider("openai", api_key=key, base_url=url + "/v1", http=make_sdk_client(2.0))
+    return OpenAIProvider("openai", api_key=key, base_url=url + "/v1", http=make_cloud_http(url))
 
 
 def _make_google(url: str, key: str) -> Provider:
-    return OpenAIProvider("google", api_key=key, base_url=url + "/v1beta/openai/", http=make_sdk_client(2.0))
+    return OpenAIProvider("google", api_key=key, base_url=url + "/v1beta/openai/", http=make_cloud_http(url))
 
 
 def _make_anthropic(url: str, key: str) -> Provider:
-    return AnthropicProvider("anthropic", api_key=key, base_url=url, http=make_sdk_client(2.0))
+    return AnthropicProvider("anthropic", api_key=key, base_url=url, http=make_cloud_http(url))
 
 
 def _make_local(url: str, key: str) -> Provider:
@@ -576,8 +578,8 @@ async def test_embedding_that_is_not_a_json_object_is_malformed() -> None:
 
 async def test_answer_in_one_piece_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small compressed body may contain gigabytes."""
-    monkeypatch.setattr(sdk_stream, "MAX_ANSWER_BYTES", 1000)
-    monkeypatch.setattr(sdk_stream, "MAX_ERROR_BYTES", 1000)
+    monkeypatch.setattr(cloud_http, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(cloud_http, "MAX_ERROR_BYTES", 1000)
     for status in (200, 500):
         answer = Canned({"data": ["x" * 1000]}, status=status)
         with canned_service({"POST /v1/embeddings": answer}) as canned:
@@ -638,21 +640,22 @@ async def test_sampling_is_sent_only_to_anthropic_models_that_accept_it(
         assert version in (None, record.headers["anthropic-version"])
 
 
-class _Redirecting(httpx2.AsyncHTTPTransport):
-    """Redirects the connections for one host to another."""
+class _Redirecting(CloudHttp):
+    """Sends the requests for any host to one server."""
 
     def __init__(self, url: str) -> None:
-        super().__init__()
-        self._url = httpx2.URL(url)
+        super().__init__(aiohttp.ClientSession)
+        self._server = URL(url)
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        request.url = request.url.copy_with(scheme="http", host=self._url.host, port=self._url.port)
-        return await super().handle_async_request(request)
+    async def post(
+        self, url: URL, body: bytes, headers: Mapping[str, str], connect_seconds: float
+    ) -> aiohttp.ClientResponse:
+        return await super().post(self._server.with_path(url.path), body, headers, connect_seconds)
 
 
 async def test_openai_gets_the_new_name_of_max_tokens() -> None:
     async with FakeProvider() as fake:
-        http = httpx2.AsyncClient(transport=_Redirecting(fake.url))
+        http = _Redirecting(fake.url)
         provider = OpenAIProvider("openai", api_key=KEY, base_url=None, http=http)
         body = {**ASK, "max_tokens": 2, "top_k": 40}
         async with provider.stream(typed_call(Endpoint.CHAT, "gpt-5-mini", body, "r")) as stream:
@@ -671,7 +674,7 @@ async def test_account_headers_of_openai_are_sent_to_openai_only(
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-ours")
     async with FakeProvider() as fake:
         for base_url, is_told in ((None, True), (fake.openai_url, False)):
-            http = httpx2.AsyncClient(transport=_Redirecting(fake.url))
+            http = _Redirecting(fake.url)
             provider = OpenAIProvider("openai", api_key=KEY, base_url=base_url, http=http, flavor=flavor)
             async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
                 assert [frame async for frame in stream]

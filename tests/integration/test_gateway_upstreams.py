@@ -16,7 +16,7 @@ from aiohttp import web
 from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
-from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.providers.http_clients import make_cloud_http, make_local_session
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import Provider
@@ -30,11 +30,11 @@ SECRET = "key-of-the-provider"
 
 
 def _openai(url: str) -> Provider:
-    return OpenAIProvider("openai", api_key=SECRET, base_url=f"{url}/v1", http=make_sdk_client(2.0))
+    return OpenAIProvider("openai", api_key=SECRET, base_url=f"{url}/v1", http=make_cloud_http(url))
 
 
 def _anthropic(url: str) -> Provider:
-    return AnthropicProvider("anthropic", api_key=SECRET, base_url=url, http=make_sdk_client(2.0))
+    return AnthropicProvider("anthropic", api_key=SECRET, base_url=url, http=make_cloud_http(url))
 
 
 def _local(url: str) -> Provider:

@@ -7,10 +7,12 @@ import gc
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx2
 import pytest
+from yarl import URL
 
 from gateway.apis.body_parser import MAX_NESTING
 from gateway.apis.openai.frames import Endpoint, Flavor
@@ -18,8 +20,7 @@ from gateway.apis.openai.generation_request import parse
 from gateway.errors import RequestError
 from gateway.http.http_exchange import Exchange
 from gateway.providers.anthropic.anthropic_request import ToolIds
-from gateway.providers.http_clients import make_sdk_client
-from gateway.providers.sdk_stream import timeout_of
+from gateway.providers.http_clients import make_cloud_http
 from gateway.routing.attempt import Attempt
 from gateway.settings_loading import load
 from headgate.shared.errors import ConfigError
@@ -214,11 +215,11 @@ async def test_connections_of_a_cloud_are_not_limited() -> None:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=CALLS)
     port = server.sockets[0].getsockname()[1]
-    async with server, make_sdk_client(connect_seconds=20) as client:
-        calls = [client.get(f"http://127.0.0.1:{port}/", timeout=timeout_of(20)) for _ in range(CALLS)]
-        async with asyncio.timeout(15):
-            answers = await asyncio.gather(*calls)
-    assert {response.status_code for response in answers} == {204}
+    url = URL(f"http://127.0.0.1:{port}/")
+    http = make_cloud_http(str(url))
+    async with server, aclosing(http), asyncio.timeout(15):
+        answers = await asyncio.gather(*(http.post(url, b"{}", {}, 20.0) for _ in range(CALLS)))
+    assert {response.status for response in answers} == {204}
 
 
 async def test_route_for_other_names_may_name_a_local_model(tmp_path: Path, fake: FakeInference) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx2
+import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.cloud_http import upstream_error
 from gateway.providers.provider_errors import error_in, frame_error, retry_after_seconds, scrub, status_error
-from gateway.providers.sdk_stream import upstream_error
 from tests.rigs.fake_provider import anthropic_wire, openai_wire
 
 NOW = 1_700_000_000.0
@@ -172,43 +173,25 @@ def test_keys_are_removed_from_messages() -> None:
     assert len(scrub("x" * 10**6)) <= 2000
 
 
+KEY = ConnectionKey("h", 443, True, True, None, None, None)
+
+
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        (httpx2.ConnectError("refused"), UpstreamKind.CONNECT),
-        (httpx2.ConnectTimeout("slow"), UpstreamKind.CONNECT),
-        (httpx2.ProxyError("no"), UpstreamKind.CONNECT),
-        (httpx2.ReadTimeout("slow"), UpstreamKind.TIMEOUT),
-        (httpx2.ReadError("reset"), UpstreamKind.READ),
-        (httpx2.WriteError("reset"), UpstreamKind.READ),
-        (httpx2.RemoteProtocolError("cut"), UpstreamKind.READ),
-        (httpx2.DecodingError("gzip"), UpstreamKind.MALFORMED),
-        (ValueError("not JSON"), UpstreamKind.MALFORMED),
-        (OSError("odd"), UpstreamKind.READ),
+        (aiohttp.ClientConnectorError(KEY, ConnectionRefusedError()), UpstreamKind.CONNECT),
+        (aiohttp.ClientProxyConnectionError(KEY, OSError("no")), UpstreamKind.CONNECT),
+        (aiohttp.ConnectionTimeoutError("slow"), UpstreamKind.CONNECT),
+        (aiohttp.InvalidURL("http://"), UpstreamKind.CONNECT),
+        (aiohttp.SocketTimeoutError("slow"), UpstreamKind.TIMEOUT),
+        (aiohttp.ClientOSError("reset"), UpstreamKind.READ),
+        (ConnectionResetError("reset"), UpstreamKind.READ),
+        (aiohttp.ServerDisconnectedError(), UpstreamKind.READ),
+        (aiohttp.ClientPayloadError("cut"), UpstreamKind.READ),
+        (RuntimeError("defect"), UpstreamKind.READ),
     ],
 )
-def test_each_http_client_error_has_a_kind(raised: Exception, kind: UpstreamKind) -> None:
-    wrapped = RuntimeError("Connection error.")
-    wrapped.__cause__ = raised
-    for error in (raised, wrapped):
-        assert upstream_error(error, "api.example.com").kind is kind
-    assert "api.example.com" in upstream_error(raised, "api.example.com").message
-
-
-class _StatusError(Exception):
-    def __init__(self, response: httpx2.Response) -> None:
-        super().__init__("Error code")
-        self.response = response
-
-
-def test_status_error_is_read_from_its_response_even_without_a_body() -> None:
-    whole = httpx2.Response(429, headers={"Retry-After": "3"}, json=openai_wire.error("Slow.", code="slow"))
-    error = upstream_error(_StatusError(whole), "h")
-    assert (error.status, error.code, error.retry_after) == (429, "slow", 3.0)
-    unread = httpx2.Response(503, content=iter([b"x"]))
-    assert upstream_error(_StatusError(unread), "h").status == 503
-
-
-def test_upstream_error_is_returned_unchanged() -> None:
-    error = UpstreamError(UpstreamKind.EMPTY, "x")
-    assert upstream_error(error, "h") is error
+def test_exceptions_of_a_call_have_a_kind(raised: Exception, kind: UpstreamKind) -> None:
+    error = upstream_error(raised, "api.example.com")
+    assert error.kind is kind
+    assert "api.example.com" in error.message

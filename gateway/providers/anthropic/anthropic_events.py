@@ -47,7 +47,7 @@ class _Tool:
 
 
 class AnthropicStream:
-    """The reader of one stream, see `gateway.providers.sdk_stream.EventReader`.
+    """The reader of one stream, see `gateway.providers.cloud_stream.EventReader`.
 
     `created` is seconds since the epoch. `native`: the client uses the Messages API, so the chunks also have fields
     that OpenAI's API lacks (see `gateway.apis.messages.messages_answer`).

@@ -15,7 +15,7 @@ DONE = b"[DONE]"
 
 
 class OpenAIStream:
-    """The reader of one stream of `choices` choices, see `gateway.providers.sdk_stream.EventReader`."""
+    """The reader of one stream of `choices` choices, see `gateway.providers.cloud_stream.EventReader`."""
 
     def __init__(self, choices: int = 1, secrets: tuple[str, ...] = ()) -> None:
         self.is_complete = False

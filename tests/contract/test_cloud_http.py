@@ -1,29 +1,42 @@
-"""The transport of the SDKs against raw servers: its errors are those of httpx2, and no message quotes an answer."""
+"""Requests to clouds against raw servers: the kinds of errors, and no message quotes an answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import httpx2
 import pytest
+from openai import AsyncOpenAI
 
-from gateway.providers.http_clients import make_sdk_client
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.cloud_http import CloudSender
+from gateway.providers.http_clients import make_cloud_http, make_unused_client
 
 pytestmark = pytest.mark.timeout(30)
 
 HEAD = b"HTTP/1.1 200 OK\r\nx-secret: ann\r\n"
 
+Ask = Callable[..., Awaitable[bytes]]
+"""The body of the answer of a server; raises UpstreamError."""
+
 
 @pytest.fixture
-async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx2.AsyncClient]:
+async def ask(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ask]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    async with make_sdk_client(5.0) as client:
-        yield client
+    senders = []
+
+    async def ask(url: str, connect_seconds: float = 5.0) -> bytes:
+        sdk = AsyncOpenAI(api_key="k", base_url=url, http_client=make_unused_client())
+        senders.append(CloudSender(sdk, make_cloud_http(url), ()))
+        return await senders[-1].whole("chat/completions", b"{}", connect_seconds, {})
+
+    yield ask
+    for sender in senders:
+        await sender.aclose()
 
 
 @asynccontextmanager
@@ -59,31 +72,29 @@ async def raw_server(*pieces: bytes) -> AsyncIterator[str]:
         (HEAD + b"content-length: 50\r\n\r\n", b"ann"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"3\r\nann\r\n"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"3\r\nann\r\n", b"ann\r\n"),
+        (HEAD + b"content-encoding: gzip\r\ncontent-length: 3\r\n\r\nann",),
         (HEAD + b"ann" * 30_000 + b": 1\r\n\r\n",),
     ],
 )
-async def test_broken_answer_is_a_protocol_error_that_quotes_nothing(
-    client: httpx2.AsyncClient, pieces: tuple[bytes, ...]
-) -> None:
+async def test_broken_answer_is_an_error_that_quotes_nothing(ask: Ask, pieces: tuple[bytes, ...]) -> None:
     async with raw_server(*pieces) as url:
-        with pytest.raises(httpx2.RemoteProtocolError) as caught:
-            await client.post(url, content=b"{}")
-    assert str(caught.value)
+        with pytest.raises(UpstreamError, match=r"broken connection to 127\.0\.0\.1: \w+") as caught:
+            await ask(url)
+    assert caught.value.kind is UpstreamKind.READ
     assert "ann" not in str(caught.value)
 
 
-async def test_long_header_is_accepted(client: httpx2.AsyncClient) -> None:
+async def test_long_header_is_accepted(ask: Ask) -> None:
     async with raw_server(HEAD + b"x-policy: " + b"a" * 20_000 + b"\r\ncontent-length: 2\r\n\r\nok") as url:
-        assert (await client.post(url, content=b"{}")).text == "ok"
+        assert await ask(url) == b"ok"
 
 
-async def test_connect_timeout_includes_the_name_lookup(
-    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_connect_timeout_includes_the_name_lookup(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
     async with asyncio.timeout(10):
-        with pytest.raises(httpx2.ConnectTimeout):
-            await client.post("http://slow.invalid/", content=b"{}", timeout=httpx2.Timeout(None, connect=0.1))
+        with pytest.raises(UpstreamError, match="connect timeout to") as caught:
+            await ask("http://slow.invalid/", 0.1)
+    assert caught.value.kind is UpstreamKind.CONNECT
