@@ -59,8 +59,8 @@ def _stream(session: Session, messages: list[dict[str, str]]) -> str:
     pieces: list[str] = []
     with _post_chat(session, messages, stream=True) as answer:
         for frame in answer.frames():
-            if frame.is_comment:
-                if progress := Progress.parse(frame.raw.rstrip(b"\r\n")):
+            if frame.comment is not None:
+                if progress := Progress.parse(frame.comment.rstrip(b"\r\n")):
                     terminal.status(_progress(progress))
                 continue
             if frame.data == b"[DONE]":

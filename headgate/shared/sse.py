@@ -1,4 +1,4 @@
-"""Splits a byte stream into server-sent events and keeps their raw bytes."""
+"""Splits a byte stream into server-sent events."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class SseFrame(NamedTuple):
-    """One frame. `raw` is its bytes with the blank line that ended it.
+    """One frame. `data` is the joined `data:` lines or None without any; `event` the event type or None.
 
-    `data` is the joined `data:` lines or None without any; `event` the event type or None. A frame of comment lines
-    alone has neither.
+    `comment` is the bytes of a frame that begins with a comment and has neither, with a blank line.
     """
 
-    raw: bytes
     data: bytes | None = None
     event: bytes | None = None
-
-    @property
-    def is_comment(self) -> bool:
-        """Whether the frame has only comment lines."""
-        return self.data is None and self.event is None and self.raw.startswith(b":")
+    comment: bytes | None = None
 
 
 class SseSplitter:
@@ -52,27 +46,27 @@ class SseSplitter:
                 return []
             self._at_start = False
             rest = rest.removeprefix(_BOM)
-        frames: list[SseFrame] = []
-        begin, look = 0, self._searched
-        is_plain = (
-            rest.find(b"\r") < 0
-        )  # plain line feeds, which Headgate's own services write, need no regular expression
-        while (end := rest.find(b"\n\n", look) + 2 if is_plain else _blank_end(rest, look)) > 1:
-            if frame := _frame(rest[begin:end]):
-                frames.append(frame)
-            begin = look = end
-        self._rest = rest[begin:]
+        frames: list[bytes] = []
+        if rest.find(b"\r") >= 0:
+            end = 0
+            while match := _BLANK.search(rest, max(end, self._searched)):
+                frames.append(rest[end : match.start()])
+                end = match.end()
+            rest = rest[end:]
+        elif rest.find(b"\n\n", self._searched) >= 0:  # plain line feeds need no regular expression
+            *frames, rest = rest.split(b"\n\n")
+        self._rest = rest
         # the next search starts before an incomplete blank line at the end of this piece: at most `\r\n\r`
-        self._searched = max(0, len(self._rest) - 3)
-        if len(self._rest) > self._limit:
+        self._searched = max(0, len(rest) - 3)
+        if len(rest) > self._limit:
             raise ValueError(f"a frame of the stream exceeds {self._limit} bytes")
-        return frames
+        return [frame for raw in frames if (frame := _frame(raw)) is not None]
 
     def plain(self, piece: bytes) -> list[bytes] | None:
         """The data of the frames in `piece`, if it consists of complete frames of one `data: ` line each and no
         incomplete frame is pending. None otherwise: then `feed` must parse it.
         """
-        if self._rest or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n") or piece.count(b"\r"):
+        if self._rest or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n") or piece.find(b"\r") >= 0:
             return None
         lines = piece[6:-2].split(b"\n\ndata: ")
         if piece.count(b"\n") != 2 * len(lines):
@@ -84,21 +78,15 @@ class SseSplitter:
         """The frame that the end of the stream completes (a final bare CR); an incomplete frame is dropped."""
         rest, self._rest = self._rest, b""
         if rest.endswith((b"\r\r", b"\n\r")):
-            frame = _frame(rest)
+            frame = _frame(rest.rstrip(b"\r\n"))
             return [frame] if frame else []
         return []
 
 
-def _blank_end(rest: bytes, look: int) -> int:
-    """Where the first blank line from `look` on ends; 0 without one."""
-    match = _BLANK.search(rest, look)
-    return match.end() if match else 0
-
-
 def _frame(raw: bytes) -> SseFrame | None:
-    """The frame in `raw`, which ends with a blank line; None when there is nothing but blank lines."""
-    if raw[:6] == b"data: " and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
-        return SseFrame(raw, raw[6:-2])
+    """The frame of the lines in `raw`; None when there are none."""
+    if raw.startswith(b"data: ") and raw.find(b"\n") < 0 and raw.find(b"\r") < 0:
+        return SseFrame(raw[6:])
     raw = raw.lstrip(b"\r\n")
     if not raw:
         return None
@@ -111,4 +99,5 @@ def _frame(raw: bytes) -> SseFrame | None:
             data.append(value)
         elif name == b"event":
             event = value
-    return SseFrame(raw, b"\n".join(data) if data else None, event)
+    is_comment = not data and event is None and raw.startswith(b":")
+    return SseFrame(b"\n".join(data) if data else None, event, raw + b"\n\n" if is_comment else None)

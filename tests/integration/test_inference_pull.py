@@ -65,7 +65,7 @@ def test_node_downloads_stops_with_its_client_continues_and_serves_the_model(
     part = tmp_path / "models/org/plain/.plain-Q8_0.gguf.part"
     api = Api("service", node.url, "admin", "headgate inference")
     with api.open("POST", "/models/pull", {"source": SOURCE}, 30) as answer:
-        assert b"downloading plain-Q8_0.gguf" in next(answer.frames()).raw
+        assert b"downloading plain-Q8_0.gguf" in (next(answer.frames()).data or b"")
         assert len(downloads(node)) == 1
         with pytest.raises(ApiError, match="is being downloaded already"):
             api.post("/models/pull", {"source": SOURCE})
@@ -91,7 +91,7 @@ def test_node_downloads_stops_with_its_client_continues_and_serves_the_model(
     hub.flows.clear()
     with api.open("POST", "/models/pull", {"source": SOURCE}, 30) as answer:
         frames = answer.frames()
-        assert b"downloading plain-Q8_0.gguf" in next(frames).raw
+        assert b"downloading plain-Q8_0.gguf" in (next(frames).data or b"")
         assert node.stop() == 0
         assert "shutting down" in json.loads([frame.data for frame in frames if frame.data][-1])["message"]
     hub.flows.set()

@@ -86,17 +86,17 @@ def test_only_whole_frames_of_one_line_are_plain(before: bytes, piece: bytes, pa
 
 
 @given(st.lists(st.tuples(_TEXT, _EOLS), max_size=6))
-def test_every_frame_keeps_its_raw_bytes_and_its_data(items: list[tuple[bytes, bytes]]) -> None:
-    raws = [b"data: " + text + eol + eol for text, eol in items]
-    frames = _split([b"".join(raws)])
-    assert [frame.raw for frame in frames] == raws
+def test_every_frame_keeps_its_data_or_the_bytes_of_its_comment(items: list[tuple[bytes, bytes]]) -> None:
+    frames = _split([b"".join(b"data: " + text + eol + eol for text, eol in items)])
     assert [frame.data for frame in frames] == [text for text, _ in items]
+    comments = _split([b"".join(b": " + text + eol + eol for text, eol in items)])
+    assert [frame.comment for frame in comments] == [b": " + text + b"\n\n" for text, _ in items]
 
 
 def test_fields_are_read_by_the_standard() -> None:
     frames = _split([b"\xef", b"\xbb\xbfevent: x\r\ndata: a\r\ndata:b\r\n\r\n\n\n: hi\n\ndata\n\nid: 3\n\n"])
     assert [(frame.event, frame.data) for frame in frames] == [(b"x", b"a\nb"), (None, None), (None, b""), (None, None)]
-    assert [frame.is_comment for frame in frames] == [False, True, False, False]
+    assert [frame.comment for frame in frames] == [None, b": hi\n\n", None, None]
 
 
 def test_frame_beyond_the_limit_is_an_error() -> None:
@@ -110,4 +110,4 @@ def test_unfinished_frames_end_with_the_stream() -> None:
     assert _split([b"data: x\r\r"])[0].data == b"x"
     assert _split([b"data: x\n\r"])[0].data == b"x"
     assert _split([b"data: x\n"]) == []
-    assert _split([b"data: x\n\n\r\r"]) == [SseFrame(b"data: x\n\n", b"x")]
+    assert _split([b"data: x\n\n\r\r"]) == [SseFrame(b"x")]

@@ -54,7 +54,7 @@ def frames_of(deltas: Sequence[dict[str, Any]], finish: str) -> list[Frame]:
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    frames = [frame for frame in SseSplitter().feed(body) if not frame.is_comment]
+    frames = [frame for frame in SseSplitter().feed(body) if frame.comment is None]
     found = [json.loads(frame.data or b"") for frame in frames]
     assert [event["type"].encode() for event in found] == [frame.event for frame in frames]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))

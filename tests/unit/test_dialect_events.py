@@ -366,7 +366,7 @@ def test_frames_after_the_end_are_ignored() -> None:
 
 
 def test_comment_in_an_anthropic_stream_is_relayed() -> None:
-    assert AnthropicStream(1).feed(SseFrame(b": hm\n\n")) == [Comment(b": hm\n\n")]
+    assert AnthropicStream(1).feed(SseFrame(comment=b": hm\n\n")) == [Comment(b": hm\n\n")]
 
 
 def test_anthropic_stream_without_usage_is_complete() -> None:

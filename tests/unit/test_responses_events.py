@@ -111,7 +111,7 @@ def events(body: bytes) -> list[dict[str, Any]]:
     """The events of a stream, after checking their names and sequence numbers."""
     found = []
     for frame in SseSplitter().feed(body):
-        if frame.is_comment:
+        if frame.comment is not None:
             continue
         assert frame.data is not None and frame.event is not None
         event = json.loads(frame.data)

@@ -19,16 +19,17 @@ _NO_USAGE = b',"usage":null'
 
 def _without_usage(frame: Data) -> bytes:
     """The chunk without `usage`. The gateway requests usage from every tier, and some write it into each chunk."""
-    payload = frame.payload
-    if payload.find(b'"usage"') < 0:  # `in` is slow for bytes
-        return payload
-    try:
-        chunk = frame.parsed()
-    except ValueError:
-        return payload  # malformed, which the client will see
-    # Quotes inside a string are escaped, so these bytes are a member of an object.
-    if chunk.get("usage") is None and payload.count(_NO_USAGE) == 1 and payload.count(b'"usage"') == 1:
-        return payload.replace(_NO_USAGE, b"")
+    payload, chunk = frame.payload, frame.chunk
+    if chunk is None:
+        try:
+            chunk = frame.parsed()
+        except ValueError:
+            return payload  # malformed, which the client will see
+    if chunk.get("usage") is None:
+        # Quotes inside a string are escaped, so these bytes are a member of an object.
+        shorter = payload.replace(_NO_USAGE, b"")
+        if len(shorter) == len(payload) - len(_NO_USAGE):
+            return shorter
     return dumps({name: value for name, value in chunk.items() if name != "usage"})
 
 
@@ -48,7 +49,10 @@ class OpenAIWriter:
                 if self._include_usage:
                     pieces += (b"data: ", frame.payload, b"\n\n")
                 elif frame.kind is not USAGE:
-                    pieces += (b"data: ", _without_usage(frame), b"\n\n")
+                    payload = frame.payload
+                    if payload.find(b'"usage"') >= 0:  # `in` is slow for bytes
+                        payload = _without_usage(frame)
+                    pieces += (b"data: ", payload, b"\n\n")
             elif isinstance(frame, Comment):
                 pieces.append(frame.frame)
         return b"".join(pieces)

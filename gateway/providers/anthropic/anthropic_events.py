@@ -68,8 +68,8 @@ class AnthropicStream:
 
     def feed(self, frame: SseFrame) -> list[Frame]:
         """The chunks that `frame` adds; raises UpstreamError for an error event or a malformed stream."""
-        if frame.is_comment:
-            return [Comment(frame.raw)]
+        if frame.comment is not None:
+            return [Comment(frame.comment)]
         if frame.data is None or self.is_complete:
             return []
         try:

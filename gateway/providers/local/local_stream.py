@@ -202,13 +202,13 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
     def _take(self, frame: SseFrame) -> None:
         if frame.data is not None:
             self._take_payloads([frame.data])
-        elif frame.is_comment:
-            if restored := Restored.parse(frame.raw):
+        elif (comment := frame.comment) is not None:
+            if restored := Restored.parse(comment):
                 self._call.restored.append(restored)
                 return  # for the record only
-            if device := device_of(frame.raw):
+            if device := device_of(comment):
                 self._call.response_headers[H_DEVICE] = device
-            self._ready.append(Comment(frame.raw))
+            self._ready.append(Comment(comment))
 
     def _take_payloads(self, payloads: list[bytes]) -> None:
         for payload in payloads:

@@ -37,8 +37,8 @@ class OpenAIStream:
 
     def feed(self, frame: SseFrame) -> list[Frame]:
         """The frames that `frame` adds; raises UpstreamError for an error frame or an invalid chunk."""
-        if frame.is_comment:
-            return [Comment(frame.raw)]
+        if frame.comment is not None:
+            return [Comment(frame.comment)]
         data = frame.data
         if data is None or self.is_complete:
             return []
@@ -49,43 +49,34 @@ class OpenAIStream:
             chunk = loads(data)
         except ValueError:
             raise _malformed("a chunk that is not JSON") from None
-        is_chunk = isinstance(chunk, dict) and isinstance(chunk.get("choices"), list)
-        if (not is_chunk or "error" in chunk) and (error := error_in(chunk)):
+        choices = chunk.get("choices") if isinstance(chunk, dict) else None
+        if (not isinstance(choices, list) or "error" in chunk) and (error := error_in(chunk)):
             raise frame_error(error, secrets=self._secrets)
-        if not is_chunk:
+        if not isinstance(choices, list):
             raise _malformed("a chunk without choices")
-        choices = chunk["choices"]
-        is_changed = b"\n" in data  # a chunk written over several `data:` lines is sent as one
         has_usage = isinstance(chunk.get("usage"), dict)
         if not choices:
             self._is_usage_relayed |= has_usage
-        elif has_usage:
+            return [Data(data, USAGE if has_usage else OTHER, chunk)]
+        if has_usage:
             self._usage = chunk
-        kind = OTHER if choices or not has_usage else USAGE
+        kind, is_changed = OTHER, data.find(b"\n") >= 0  # a chunk of several `data:` lines is sent as one
         for choice in choices:
             if not isinstance(choice, dict):
                 raise _malformed("a choice that is not an object")
-            is_changed |= self._read(choice)
+            index, delta = choice.get("index", 0), choice.get("delta")
+            if not isinstance(index, int):
+                raise _malformed("a choice whose index is not a number")
+            self._opened.add(index)
+            if isinstance(delta, dict) and "tool_calls" in delta and (pieces := objects(delta, "tool_calls")):
+                is_changed |= self._calls.setdefault(index, CallNumbers()).number(pieces)
             if choice.get("finish_reason") is not None:
+                self._finished.add(index)
                 kind = FINISH
-            elif has_content(choice):
-                self._has_content = True
-                kind = CONTENT if kind is OTHER else kind
+            elif kind is not FINISH and has_content(choice):
+                kind = CONTENT
+        self._has_content = self._has_content or kind is CONTENT
         return [Data(dumps(chunk) if is_changed else data, kind, chunk)]
-
-    def _read(self, choice: dict[str, Any]) -> bool:
-        """Notes a choice, and gives its tool calls their indices; returns whether one changed."""
-        index = choice.get("index", 0)
-        if not isinstance(index, int):
-            raise _malformed("a choice whose index is not a number")
-        self._opened.add(index)
-        if choice.get("finish_reason") is not None:
-            self._finished.add(index)
-        delta = choice.get("delta")
-        if not isinstance(delta, dict) or "tool_calls" not in delta:
-            return False
-        pieces = objects(delta, "tool_calls")
-        return bool(pieces) and self._calls.setdefault(index, CallNumbers()).number(pieces)
 
     def end(self) -> list[Frame]:
         """The last frames after the end of the bytes or `[DONE]`: a usage chunk if it is missing, and `Done`.
