@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("explore", max_examples=1000, deadline=None)
+SLOW = (HealthCheck.too_slow,)  # depends on what else the machine does
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=SLOW)
+settings.register_profile("explore", max_examples=1000, deadline=None, suppress_health_check=SLOW)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
 settings.load_profile(PROFILE)
 if PROFILE == "repeatable":
