@@ -30,6 +30,10 @@ END_SECONDS = 2.0
 """How long the helper may take to end."""
 
 
+_Addresses = list[tuple[Any, Any, int, str, Any]]
+"""As `getaddrinfo` returns them."""
+
+
 class Address(NamedTuple):
     """The address of a node. `server_name`: the name in its certificate, if that is not the host of `url`."""
 
@@ -55,6 +59,8 @@ class Membership:
         """The last list of each source that changes."""
         self._errors: dict[str, str] = {}
         """Why a source cannot be read; logged once."""
+        self._look_ups: dict[str, asyncio.Task[_Addresses]] = {}
+        """By name, those that run. Each holds a thread that cannot be cancelled, so there is one of a name at most."""
 
     @property
     def _sources(self) -> list[str]:
@@ -87,7 +93,14 @@ class Membership:
         self._errors.pop(source, None)
         if self._found.get(source) == found:
             return False
+        others = [self._fixed, *(nodes for other, nodes in self._found.items() if other != source)]
         self._found[source] = found
+        for name, one in found.items():
+            if twin := next((nodes[name].url for nodes in others if nodes.get(name, one).url != one.url), None):
+                log.warning(
+                    "two nodes are named %s: %s and %s; only %s is used, so give them different names",
+                    name, twin, one.url, self.addresses[name].url,
+                )  # fmt: skip
         return True
 
     def _note_error(self, source: str, reason: str) -> None:
@@ -106,11 +119,20 @@ class Membership:
     async def _look_up(self, address: str, seconds: float) -> bool:
         """Resolves HOST:PORT; whether the addresses have changed."""
         host, _, port = address.rpartition(":")
+        task = self._look_ups.get(address)
+        if task is None:
+            resolve = asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            task = self._look_ups[address] = asyncio.ensure_future(resolve)
+            task.add_done_callback(_ignore)
+        await asyncio.wait((task,), timeout=seconds)
+        if not task.done():
+            self._note_error(f"dns:{address}", f"no answer for {seconds:g} s")
+            return False
+        self._look_ups.pop(address, None)
         try:
-            async with asyncio.timeout(seconds):
-                found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: `a..b` cannot be a name
-            self._note_error(f"dns:{address}", str(error) or f"no answer for {seconds:g} s")
+            found = task.result()
+        except (OSError, UnicodeError) as error:  # UnicodeError: `a..b` cannot be a name
+            self._note_error(f"dns:{address}", str(error))
             return False
         hosts = sorted({f"[{item[4][0]}]" if item[0] is socket.AF_INET6 else str(item[4][0]) for item in found})
         nodes = {f"{one}:{port}": Address(f"{self._scheme}://{one}:{port}", host) for one in hosts}
@@ -134,6 +156,12 @@ class Membership:
             self._note_error(f"ray:{address}", reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+
+def _ignore(task: asyncio.Task[_Addresses]) -> None:
+    """The error of a look-up for which nothing waits any more is no error."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.asynccontextmanager

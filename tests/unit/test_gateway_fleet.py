@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, cast
@@ -195,6 +196,29 @@ async def test_name_without_an_address_is_reported_once(caplog: pytest.LogCaptur
     assert f"the nodes of dns:{name}:99 cannot be read" in caplog.text
 
 
+async def test_name_server_that_hangs_holds_one_thread_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of look-ups cannot be cancelled; without a bound they would use up those of the gateway."""
+    monkeypatch.setattr("gateway.nodes.membership.FIRST_SECONDS", 0.01)
+    answers, asked = asyncio.Event(), 0
+
+    async def hang(*_args: Any, **_options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        await answers.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 99))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
+    membership = Membership(settings("dns:nodes:99"))
+    for _ in range(3):
+        await membership.first()
+    assert (asked, membership.is_complete) == (1, False)
+    answers.set()
+    await membership.first()
+    assert (asked, [*membership.addresses]) == (1, ["10.0.0.1:99"])
+    await membership.first()
+    assert asked == 2
+
+
 async def test_members_of_a_cluster_are_those_that_its_helper_prints(caplog: pytest.LogCaptureFixture) -> None:
     line = json.dumps({"nodes": [{"name": "n1", "url": "http://10.0.0.1:8085/", "epoch": "e"}]})
     membership = Membership(settings("ray:head:1"), helper=(sys.executable, "-c", f"print('{line}', flush=True)"))
@@ -204,6 +228,20 @@ async def test_members_of_a_cluster_are_those_that_its_helper_prints(caplog: pyt
         await until("the end of the helper is logged", lambda: "its helper ended with status 0" in caplog.text)
         assert changes == [{"n1": Address("http://10.0.0.1:8085")}]
         assert membership.addresses == changes[0], "the last list stays"
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_same_name_in_two_sources_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    line = json.dumps({"nodes": [{"name": name, "url": f"http://10.0.0.1:808{name}"} for name in "56"]})
+    helper = (sys.executable, "-c", f"print('{line}', flush=True); input()")
+    membership = Membership(settings("ray:a", "5=http://10.0.0.2:8085", "6=http://10.0.0.1:8086"), helper=helper)
+    task = asyncio.create_task(membership.run(lambda: None))
+    try:
+        await until("it is logged", lambda: "two nodes are named 5" in caplog.text)
+        assert "only http://10.0.0.2:8085 is used" in caplog.text
+        assert "two nodes are named 6" not in caplog.text
     finally:
         task.cancel()
         await asyncio.wait({task})
