@@ -12,7 +12,7 @@ from gateway.apis.openai.frames import Comment, Done, Frame
 from gateway.apis.public_api import Writer
 from gateway.breaker.outcome import End
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http.http_exchange import DisconnectWatch, Exchange
+from gateway.http.http_exchange import DisconnectWatch, Exchange, send_head
 from gateway.routing.resume_runner import Answer
 from gateway.routing.stream_reader import ExpiredError
 from gateway.telemetry.gateway_metrics import Telemetry
@@ -58,11 +58,13 @@ async def relay(
 
     async def end_with(last: bytes) -> None:
         watch.release()
-        await send({"type": "http.response.body", "body": last})
+        if wire is not None and wire.is_free:
+            wire.end(last)
+        else:
+            await send({"type": "http.response.body", "body": last})
 
     try:
-        headers = [(b"content-type", writer.media_type), *_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send_head(send, exchange, [(b"content-type", writer.media_type), *_HEADERS])
         frames = answer.begin()
         before = time.perf_counter()
         answer.pass_on(pass_on)

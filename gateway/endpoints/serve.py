@@ -31,6 +31,7 @@ from gateway.http.http_exchange import (
     Exchange,
     exchange_of,
     read_body,
+    send_at_once,
     send_bytes,
     take_buffered_body,
 )
@@ -185,7 +186,7 @@ class RequestApp(ABC):
             runtime.records.add(record)
             with (
                 runtime.bodies.room(built_on_bytes, max_body),
-                runtime.open_requests.watch(receive) as watch,
+                runtime.open_requests.watch(receive, exchange.wire) as watch,
             ):
                 await self._answer(Job(parsed, state, match, context, watch, exchange, record, send))
 
@@ -270,8 +271,8 @@ class Generation(RequestApp):
             if isinstance(writer, CapturingWriter):
                 self._keep_bodies(job, writer.answer())
 
-    async def _whole(self, runner: ChainRunner, job: Job) -> bytes:
-        """The body of an answer that is one object."""
+    async def _whole(self, runner: ChainRunner, job: Job) -> bytes | None:
+        """The body of an answer that is one object; None when it is sent already."""
         streams = job.parsed.request.endpoint.streams
         answer: Answer | None = None
         try:
@@ -287,10 +288,12 @@ class Generation(RequestApp):
                 body = job.parsed.whole(assembled)
             if job.captures:
                 self._keep_bodies(job, body)
+            if is_sent := send_at_once(job.exchange, body):
+                job.watch.release()
         finally:
             if answer is not None:
                 await answer.conclude()
-        return body
+        return None if is_sent else body
 
     def _keep_bodies(self, job: Job, answer: bytes) -> None:
         self.runtime.usage.keep_bodies(job.record, dumps(as_json(job.parsed.request.body)), answer)

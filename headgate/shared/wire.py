@@ -1,17 +1,18 @@
 """uvicorn's HTTP protocol with a `Wire` per request, which reads and writes without ASGI's `receive` and `send`.
 
-`send` needs a task to await it: an iteration of the event loop and a wake-up per token. A complete body is available
-without awaiting `receive` under a deadline, which saves about 7 % of the time of a request.
+ASGI's `send` needs a task to await it: an iteration of the event loop and a wake-up per token. A complete body is
+available without awaiting `receive` under a deadline, and a disconnect without a waiting task, which saves about 5 %
+of the time of a request.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -20,12 +21,18 @@ _EXTENSION = "headgate.wire"
 
 
 class Wire:
-    """The connection of one request: takes its body, and writes pieces of its response between calls of `send`."""
+    """One request and its response.
 
-    __slots__ = ("_cycle",)
+    `write` is for a body without a length: after `begin` (or `send` of the status) and before `end` (or `send` of the
+    last piece).
+    """
+
+    __slots__ = ("_cycle", "_on_disconnect", "_unsent_head")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._unsent_head = b""
+        self._on_disconnect: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
         """The request's body, once, if it has arrived completely; else None."""
@@ -36,10 +43,79 @@ class Wire:
         cycle.message_event.clear()
         return body
 
+    def on_disconnect(self, call: Callable[[], None] | None) -> None:
+        """Sets the function that is called when the client disconnects before the end of the response.
+
+        It is called immediately if the client has disconnected already. None removes it.
+        """
+        self._on_disconnect = call
+        if call is None:
+            return
+        if self._cycle.disconnected:
+            call()
+        else:
+            self._cycle.flow.resume_reading()  # a long body pauses reading, which would hide the disconnect
+
+    def disconnect(self) -> None:
+        """Handles a disconnect of the client."""
+        cycle = self._cycle
+        if cycle.response_complete:
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if self._on_disconnect is not None:
+            self._on_disconnect()
+
     @property
     def is_answered(self) -> bool:
         """Whether the response is complete."""
         return bool(self._cycle.response_complete)
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> bool:
+        """Sends a complete response in one write. Returns False when only `send` can: the response has begun, or the
+        client reads slowly. `lines` are encoded headers without Content-Length and Connection.
+        """
+        if not self._may_begin:
+            return False
+        cycle = self._cycle
+        cycle.chunked_encoding = False
+        head = self._head(status, lines)
+        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self._complete()
+        return True
+
+    def begin(self, status: int, lines: bytes) -> bool:
+        """Begins a chunked response. Returns False when only `send` can, as for `answer`.
+
+        Status and headers are sent with the first piece, in one packet: `write` or `end` must follow without an await.
+        """
+        if not self._may_begin or isinstance(self._cycle, _Unchunked):
+            return False
+        self._cycle.chunked_encoding = True
+        self._unsent_head = b"%btransfer-encoding: chunked\r\n\r\n" % self._head(status, lines)
+        return True
+
+    @property
+    def _may_begin(self) -> bool:
+        cycle = self._cycle
+        return not (
+            cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD"
+        )
+
+    def _head(self, status: int, lines: bytes) -> bytes:
+        cycle = self._cycle
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        own = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        return STATUS_LINE[status] + own + (lines if cycle.keep_alive else lines + b"connection: close\r\n")
+
+    def _complete(self) -> None:
+        cycle = self._cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
 
     @property
     def is_free(self) -> bool:
@@ -55,14 +131,20 @@ class Wire:
 
     def write(self, data: bytes) -> None:
         """Writes one piece. Requires `is_free` and no pending `send`."""
-        if data:  # an empty chunk would end the body
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if ready := self._with_head(data):
+            self._cycle.transport.write(ready)
 
-    def disconnect(self) -> None:
-        """Handles a disconnect of the client."""
-        if not self._cycle.response_complete:
-            self._cycle.disconnected = True
-            self._cycle.message_event.set()
+    def end(self, data: bytes) -> None:
+        """Writes the last piece, under the conditions of `write`."""
+        self._cycle.transport.write(self._with_head(data) + b"0\r\n\r\n")
+        self._complete()
+
+    def _with_head(self, data: bytes) -> bytes:
+        """The chunk for `data`, after the head if that is not sent yet."""
+        head, self._unsent_head = self._unsent_head, b""
+        if not data:
+            return head  # an empty chunk would end the body
+        return b"%b%x\r\n%b\r\n" % (head, len(data), data)
 
 
 class _Unchunked(RequestResponseCycle):

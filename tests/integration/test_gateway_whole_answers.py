@@ -1,4 +1,4 @@
-"""Whole answers: kept connections, closed ones, pipelined requests."""
+"""Whole answers are sent in one write: kept connections, closed ones, pipelined requests."""
 
 from __future__ import annotations
 

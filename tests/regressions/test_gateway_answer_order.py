@@ -7,11 +7,14 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from gateway.endpoints import serve
 from gateway.routing.attempt import Attempt
+from gateway.routing.resume_runner import Answer
 from tests.rigs.fake_inference import Answer as FakeAnswer
 from tests.rigs.fake_inference import FakeInference, _chunk
 from tests.rigs.gateway_rig import Gateway
@@ -84,6 +87,32 @@ async def test_answer_that_breaks_after_its_finish_reason_is_one_attempt(
     async with Gateway(tmp_path, fake.url) as gateway:
         answer = await gateway.chat()
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (200, "1")
+
+
+async def test_local_answer_is_sent_before_it_is_concluded(
+    tmp_path: Path, fake: FakeInference, slow_to_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a local stream does not wait. The answer of a cloud is sent after its stream is closed."""
+    seen: list[str] = []
+    send_at_once, conclude = serve.send_at_once, Answer.conclude
+
+    def sending(*args: Any) -> bool:
+        seen.append("sent")
+        return send_at_once(*args)
+
+    async def concluding(answer: Answer) -> None:
+        seen.append("concluded")
+        await conclude(answer)
+
+    monkeypatch.setattr(serve, "send_at_once", sending)
+    monkeypatch.setattr(Answer, "conclude", concluding)
+    for name in ("local", "cloud"):
+        (tmp_path / name).mkdir()
+    async with Gateway(tmp_path / "local", fake.url) as gateway:
+        assert (await gateway.chat()).status_code == 200
+    async with Gateway(tmp_path / "cloud", "http://127.0.0.1:9", cloud(slow_to_end, "")) as gateway:
+        assert (await gateway.chat()).status_code == 200
+    assert seen == ["sent", "concluded", "concluded", "sent"]
 
 
 async def test_attempt_is_closed_when_its_outcome_cannot_be_recorded(

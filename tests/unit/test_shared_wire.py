@@ -62,12 +62,70 @@ async def test_pieces_are_written_between_those_of_send() -> None:
     assert frees == [False, True, False] * 2
 
 
+@pytest.mark.parametrize("last", [b"", b"two"])
+async def test_wire_writes_the_same_bytes_as_send(last: bytes) -> None:
+    """And the connection is reused."""
+    headers = [(b"content-type", b"text/plain"), (b"x-a", b"b")]
+    lines = b"content-type: text/plain\r\nx-a: b\r\n"
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        if scope["path"] == "/send":
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await send({"type": "http.response.body", "body": last})
+            return
+        assert found.begin(200, lines)
+        assert not found.begin(200, lines)
+        assert not found.answer(200, lines, b"")
+        found.write(b"one")
+        found.end(last)
+        assert found.is_answered
+        assert not found.is_free
+
+    async with serving(app) as address:
+        for closing in (b"", b"connection: close\r\n"):
+            responses = []
+            reader, writer = await asyncio.open_connection(*address)
+            for path in (b"/wire", b"/wire", b"/send") if not closing else (b"/wire",):
+                writer.write(b"POST %b HTTP/1.1\r\nhost: here\r\n%bcontent-length: 0\r\n\r\n" % (path, closing))
+                head = await reader.readuntil(b"\r\n\r\n")
+                responses.append((sorted(head.split(b"\r\n")), await reader.readuntil(b"\r\n0\r\n\r\n")))
+            assert responses == responses[:1] * len(responses)
+            assert (b"connection: close" in responses[0][0]) == bool(closing)
+            if closing:
+                assert await reader.read() == b""
+            writer.close()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+async def test_answer_without_headers_has_a_head(begins: bool) -> None:
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        if begins:
+            assert found.begin(200, b"")
+            found.end(b"all")
+        else:
+            assert found.answer(200, b"", b"all")
+
+    async with serving(app, date_header=False) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD)
+        length = b"transfer-encoding: chunked" if begins else b"content-length: 3"
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n"
+        assert await reader.readuntil(b"all") in (b"3\r\nall", b"all")
+        writer.close()
+
+
 async def test_wire_is_not_used_for_http_1_0() -> None:
     """HTTP 1.0 has no chunks."""
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
         assert found is not None
+        assert not found.begin(200, b"")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         assert not found.is_free
         await send({"type": "http.response.body", "body": b"all"})
