@@ -39,7 +39,6 @@ _OPTIONS: dict[str, Any] = {
     "encoding_errors": "surrogatepass",
     "socket_timeout": None,
     "socket_connect_timeout": CONNECT_SECONDS,
-    "socket_keepalive": True,
     "client_name": "headgate",
 }
 
@@ -65,7 +64,8 @@ class Store:
 
     def __init__(self, url: str, on_lost: Callable[[str], None], on_error: Callable[[str], None]) -> None:
         try:
-            self._pool = ConnectionPool.from_url(url, **_OPTIONS)
+            keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
+            self._pool = ConnectionPool.from_url(url, **_OPTIONS, **keepalive)
             self._pool.make_connection()  # type: ignore[no-untyped-call]  # it does not connect yet
         except (TypeError, ValueError) as error:
             raise HeadgateError(f"`state: {shown(url)}` of gateway.yaml cannot be used: {error}") from None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from gateway.shared_state import store as store_module
 from gateway.shared_state.scripts import GATEWAYS, usage_key
 from gateway.shared_state.shared_state import SharedState
 from gateway.shared_state.store import CALL_SECONDS, GRACE_SECONDS
+from tests.rigs.certificates import HAS_OPENSSL, Authority
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
@@ -37,6 +39,22 @@ async def test_commands_of_many_tasks_are_answered_in_order(state: SharedState) 
     replies = await asyncio.gather(*(state.call("test", "now", []) for _ in range(600)))
     times = [float(reply) for reply in replies]
     assert times == sorted(times)
+
+
+@pytest.mark.skipif(not HAS_OPENSSL, reason="needs the openssl command")
+async def test_address_may_have_tls_or_be_a_unix_socket(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    server = RedisServer(tmp_path, (authority.certificate, *authority.issue("redis")))
+    wrong = server.url.replace(str(authority.certificate), str(other.certificate))
+    try:
+        for url, is_up in ((server.url, True), (server.unix_url, True), (wrong, False)):
+            state = SharedState(url)
+            await state.start()
+            assert state.is_up is is_up
+            await state.stop()
+    finally:
+        server.kill()
+    assert "certificate verify failed" in caplog.text
 
 
 async def test_server_that_forgot_the_scripts_gets_them_again(state: SharedState, server: RedisServer) -> None:

@@ -15,12 +15,16 @@ START_SECONDS = 10.0
 
 
 class RedisServer:
-    """The server; its data is in memory only. `port` stays the same over restarts."""
+    """The server; its data is in memory only. `port` stays the same over restarts.
 
-    def __init__(self, directory: Path) -> None:
+    With `certificate` (authority, certificate, key) the port has TLS.
+    """
+
+    def __init__(self, directory: Path, certificate: tuple[Path, Path, Path] | None = None) -> None:
         if SERVER is None:
             pytest.skip("needs redis-server or valkey-server, which this machine does not have")
         self._directory = directory
+        self._certificate = certificate
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -30,12 +34,25 @@ class RedisServer:
     @property
     def url(self) -> str:
         """Its address."""
+        if self._certificate is not None:
+            return f"rediss://127.0.0.1:{self.port}/0?ssl_ca_certs={self._certificate[0]}"
         return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str:
+        """The address of its Unix socket."""
+        return f"unix://{self._directory}/redis.sock?db=0"
 
     def start(self) -> None:
         """Starts it and waits until it accepts connections."""
         assert SERVER is not None
-        command = [SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [SERVER, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--unixsocket", "redis.sock"]
+        if self._certificate is None:
+            command += ["--port", str(self.port)]
+        else:
+            command += ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+            names = ("--tls-ca-cert-file", "--tls-cert-file", "--tls-key-file")
+            command += [word for pair in zip(names, map(str, self._certificate), strict=True) for word in pair]
         self._process = subprocess.Popen(command, cwd=self._directory, stdout=subprocess.DEVNULL)
         until = time.monotonic() + START_SECONDS
         while True:
