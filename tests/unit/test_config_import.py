@@ -346,10 +346,11 @@ def test_ollama_manifests_that_are_damaged_or_of_another_format(place: Path) -> 
 # --- the verb ---------------------------------------------------------------------------------------------------------
 def test_written_files_are_valid_once_models_are_there(place: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(place / "home/.ollama/models"))
-    manifest(place, "registry.ollama.ai/library/llama3.2/latest", {"model": "GGUF1"})
+    layers = {"model": "GGUF1", "params": '{"temperature": 0.5}'}
+    manifest(place, "registry.ollama.ai/library/llama3.2/latest", layers)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"NAME ID SIZE\nllama3.2:latest 1 1\n")))
     assert main(["config", "import", "-", "--write", "new"]) == 0
-    assert "1 models, 0 routes" in capsys.readouterr().err
+    assert "1 models, 2 routes" in capsys.readouterr().err
     assert main(["config", "check", "--config-dir", "new"]) == 0
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"NAME ID SIZE\n")))
     assert main(["config", "import", "-", "--write", "new"]) == 2
