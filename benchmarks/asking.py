@@ -18,6 +18,7 @@ import orjson
 
 _CONTENT = re.compile(rb'"(?:content|text|arguments)":\s?"[^"]')
 TIMEOUT_SECONDS = 60.0
+TAIL_BYTES = 32
 
 
 def request(
@@ -32,13 +33,17 @@ def request(
 
 @dataclass(slots=True)
 class Reply:
-    """One answer. Times are of `time.perf_counter`. `pieces`: times of the pieces of content, if they are recorded."""
+    """One answer. Times are of `time.perf_counter`. `pieces`: times of the pieces of content, if they are recorded.
+
+    `text` is its beginning, `tail` its end.
+    """
 
     status: int = 0
     ended: float = 0.0
     first: float = 0.0
     pieces: list[float] = field(default_factory=list)
     text: bytes = b""
+    tail: bytes = b""
     broken: bool = False
 
 
@@ -111,6 +116,7 @@ class Connection(asyncio.Protocol):
             reply.pieces.append(self._now)
         if len(reply.text) < 600:
             reply.text += body
+        reply.tail = (reply.tail + body)[-TAIL_BYTES:]
 
     def on_message_complete(self) -> None:
         self._reply.status = self._parser.get_status_code()
@@ -135,9 +141,11 @@ class FailedError(Exception):
 
 
 def check(reply: Reply) -> Reply:
-    """Returns a complete reply with status 200 and content. Raises FailedError."""
+    """Returns a complete reply with status 200 and content. A stream ends with [DONE]. Raises FailedError."""
     if reply.status != 200 or reply.broken or not reply.first:
         raise FailedError(f"status {reply.status}{', broken off' if reply.broken else ''}: {reply.text[:300]!r}")
+    if reply.text.startswith((b"data:", b":")) and b"[DONE]" not in reply.tail:
+        raise FailedError(f"a stream without its end: ... {reply.tail!r}")
     return reply
 
 

@@ -227,7 +227,7 @@ def show(found: Results) -> None:
     for bar in bars(found):
         print(bar.line())
     for name in (LITELLM, PORTKEY):
-        if found.crowds and not found.crowds_of(name, WHOLE):
+        if found.crowds and all(one.system != name for one in found.crowds):
             print(f"{name} is not there and was not measured; `python -m benchmarks.gateway_peers` installs it")
 
 

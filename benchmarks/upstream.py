@@ -139,9 +139,11 @@ def _cloud_whole(message: Mapping[str, object], finish: str) -> bytes:
 
 _WORDS: Mapping[str, object] = {"role": "assistant", "content": _WORD * 100, "refusal": None, "annotations": []}
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"text":"water"}'}}
+_DELTAS = [b'{"content":"water "}', b'{"content":"wheel "}'] * 50
+"""Different words, because LiteLLM ends a stream that repeats a chunk a hundred times."""
 _CLOUD: Mapping[str, tuple[bytes, bytes]] = {
-    CLOUD_SHORT: (_cloud_stream([b'{"content":"water "}'] * 100, b'"stop"'), _cloud_whole(_WORDS, "stop")),
-    CLOUD_LONG: (_cloud_stream([b'{"content":"water "}'] * 1000, b'"stop"'), _cloud_whole(_WORDS, "stop")),
+    CLOUD_SHORT: (_cloud_stream(_DELTAS, b'"stop"'), _cloud_whole(_WORDS, "stop")),
+    CLOUD_LONG: (_cloud_stream(_DELTAS * 10, b'"stop"'), _cloud_whole(_WORDS, "stop")),
     CLOUD_TOOLS: (
         _cloud_stream([_tool_delta(number) for number in range(100)], b'"tool_calls"'),
         _cloud_whole({"role": "assistant", "content": None, "tool_calls": [_CALL]}, "tool_calls"),

@@ -87,7 +87,12 @@ def test_peer_that_was_not_measured_is_named(capsys: pytest.CaptureFixture[str])
     found = _found()
     found.crowds = [one for one in found.crowds if one.system != "portkey"]
     gateway_report.show(found)
-    assert "portkey is not there and was not measured" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "portkey is not there and was not measured" in output
+    assert "litellm is not there" not in output
+    found.crowds = [replace(one, kind=CLOUD_WHOLE) for one in found.crowds]
+    gateway_report.show(found)
+    assert "litellm is not there" not in capsys.readouterr().out
 
 
 def _chat(service: Upstream, model: str, *, stream: bool) -> bytes:
@@ -127,6 +132,14 @@ async def test_paced_streams_are_complete_and_a_disconnect_is_noticed() -> None:
         assert begun.first
         connection.forget()
         await left.wait()
+
+
+def test_stream_without_its_end_is_no_answer() -> None:
+    reply = asking.Reply(200, first=1.0, text=b"data: {}", tail=b"data: {}\n\ndata: [DONE]\n\n")
+    assert asking.check(reply) is reply
+    with pytest.raises(asking.FailedError, match="without its end"):
+        asking.check(replace(reply, tail=b'data: {"error": {}}\n\n'))
+    assert asking.check(replace(reply, text=b'{"id": 1}', tail=b"}"))
 
 
 async def test_load_stops_at_its_number_of_requests_or_at_a_failure() -> None:
