@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inference.devices.simgpu.control import SOCKET_NAME, Control
+from inference.workers.os_api import socket_directory
 from tests.rigs.dashboard_pages import Watched, sign_in
 from tests.rigs.processes import private_env
 from tests.rigs.stack import Stack
@@ -24,7 +26,8 @@ def test_open_page_acts_answers_and_outlives_both_services(watched: Watched, tmp
         pages = [sign_in(watched.page(), stack.gateway_url + "/ui/", key=stack.key, view="models") for _ in range(2)]
         page = pages[0]
         assert _rss_bytes(stack.front.pid) < IDLE_BYTES, "with two pages open"
-        _loads_and_moves_a_model(page)
+        _performs_every_action(page)
+        _recovers_a_device(page, stack)
         _answers_in_the_playground(page)
         _answers_with_an_added_file(page, stack)
         _shows_the_death_of_the_inference_service(page, stack)
@@ -61,7 +64,7 @@ def _answers_with_an_added_file(page: Any, stack: Stack) -> None:
     assert "local/of-my-own" in page.get_by_role("region", name="Response headers").inner_text()
 
 
-def _loads_and_moves_a_model(page: Any) -> None:
+def _performs_every_action(page: Any) -> None:
     page.get_by_role("button", name="Load … demo", exact=True).click()
     dialog = page.get_by_role("dialog", name="demo", exact=True)
     dialog.get_by_role("listitem").filter(has_text="gpu-0").first.wait_for()
@@ -78,6 +81,29 @@ def _loads_and_moves_a_model(page: Any) -> None:
     page.locator('nav a[href="#/memory"]').click()
     page.get_by_role("img", name="gpu-1").locator(".part.weights").wait_for()
     assert page.get_by_role("img", name="gpu-1").locator(".tick").count() == 4
+    page.locator('nav a[href="#/models"]').click()
+    page.get_by_role("button", name="More … about demo", exact=True).click()
+    for action in ("Restart", "Offload", "Load", "Unload"):
+        dialog.get_by_text(action, exact=True).click()
+        dialog.get_by_role("button", name=f"{action} demo").click()
+        dialog.get_by_text(f"{action}: done.").wait_for(timeout=LOADED_MS)
+    page.keyboard.press("Escape")
+    page.get_by_role("row", name="demo cold").wait_for()
+
+
+def _recovers_a_device(page: Any, stack: Stack) -> None:
+    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+        page.locator('nav a[href="#/memory"]').click()
+        rig.tell("cut", device="gpu-0")
+        page.get_by_role("button", name="Recover …").click(timeout=LOADED_MS)
+        rig.tell("return", device="gpu-0")
+        page.get_by_role("dialog").get_by_text("gpu-0 is").wait_for()
+        page.get_by_role("dialog").get_by_role("button", name="Recover gpu-0").click()
+        page.get_by_role("dialog").get_by_text("Done.").wait_for(timeout=LOADED_MS)
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Recover …").wait_for(state="hidden", timeout=LOADED_MS)
+        page.locator('nav a[href="#/timeline"]').click()
+        page.get_by_role("table", name="Timeline").get_by_text("gpu-0 is healthy").wait_for()
 
 
 def _answers_in_the_playground(page: Any) -> None:
