@@ -48,6 +48,8 @@ from headgate.cli.bench import percentile
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 PARTS = ("alone", "crowds", "clouds", "paced", "nodes", "failover", "memory", "departures")
 ALONE_PER_SECOND = 250.0
+CLOUD_PER_SECOND = 100.0
+"""A stream of 100 chunks takes longer."""
 CONNECTIONS, STREAMS = 32, 256
 NODES = (4, 32)
 REST_SECONDS = 0.2
@@ -114,7 +116,7 @@ class Bench:
         for number in range(self.plan.rounds):
             say(f"clouds: round {number + 1} of {self.plan.rounds}")
             for kind in (CLOUD_WHOLE, CLOUD_STREAM):
-                await self._at_rate(kind, number, upstream.CLOUD_SHORT)
+                await self._at_rate(kind, number, upstream.CLOUD_SHORT, CLOUD_PER_SECOND)
             for kind, model in kinds.items():
                 targets = [
                     target
@@ -125,10 +127,12 @@ class Bench:
                     await self._settle(target, kind, CONNECTIONS, model)
                     self.found.crowds.append(await self._crowd(target, kind, number, model))
 
-    async def _at_rate(self, kind: str, number: int, model: str = upstream.AT_ONCE) -> None:
+    async def _at_rate(
+        self, kind: str, number: int, model: str = upstream.AT_ONCE, per_second: float = ALONE_PER_SECOND
+    ) -> None:
         for target in self.shuffled([self.direct, self.targets[GATEWAY], self.targets[PASS_THROUGH]]):
             await self._settle(target, kind, 1, model)
-            spans = await asking.at_rate(target.port, chat(target, kind, model), ALONE_PER_SECOND, self.plan.alone)
+            spans = await asking.at_rate(target.port, chat(target, kind, model), per_second, self.plan.alone)
             self.found.alone.append(Alone(target.name, kind, number, spans.first, spans.whole))
 
     async def _crowd(self, target: Target, kind: str, number: int, model: str = upstream.AT_ONCE) -> Crowd:
