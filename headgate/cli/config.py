@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.cli.command import Command, Session
-from headgate.shared.errors import ConfigError, Exit, Problem
+from headgate.shared.errors import ConfigError, Exit, HeadgateError, Problem
 from headgate.shared.state_directory import SECRET_NAMES
 from headgate.shared.state_files import write_atomic
 
@@ -107,7 +108,7 @@ def check(session: Session) -> int:
     for problem in problems:
         terminal.data(str(problem))
     if not problems:
-        for warning in unknown_models(*loaded):
+        for warning in (*unknown_models(*loaded), *unmet_needs(loaded[1])):
             terminal.say(f"{directory / 'gateway.yaml'}: {warning}")
         terminal.say(f"{directory}: no problems")
     return Exit.USAGE if problems else Exit.OK
@@ -129,6 +130,24 @@ def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
                 near = difflib.get_close_matches(model, [*inference.names, SMALLER], n=1)
                 advice = f"; did you mean local/{near[0]}?" if near else ""
                 yield f"routes.{name}.chain: models.yaml has no model {model!r}{advice}"
+
+
+def unmet_needs(gateway: Any) -> Iterator[str]:
+    """Warnings about files and packages that this machine lacks. The gateway may run on another one."""
+    from gateway.nodes.node_tls import read_tls
+
+    try:
+        read_tls(gateway.inference.tls)
+    except HeadgateError as error:
+        yield str(error)
+    needs = {
+        "redis": gateway.state is not None,
+        "ray": any(node.startswith("ray:") for node in gateway.inference.nodes),
+    }
+    for extra, is_needed in needs.items():
+        if is_needed and importlib.util.find_spec(extra) is None:
+            key = "state" if extra == "redis" else "inference.nodes"
+            yield f"{key}: the package {extra} is not installed here; run: pip install 'headgate[{extra}]'"
 
 
 def show(session: Session) -> int:

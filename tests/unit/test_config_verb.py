@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_smaller_in_a_chain_is_no_model_name(capsys: Any, directory: Path) -> No
     assert main(["config", "check"]) == 0
     warning = "routes.a.chain: models.yaml has no model 'smallest'; did you mean local/smaller?"
     assert warning in capsys.readouterr().err
+
+
+def test_files_and_packages_that_the_gateway_needs_and_that_are_missing_are_warnings(
+    capsys: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "gateway.yaml").write_text(
+        "inference: {nodes: 'ray:', tls: {ca: /missing/ca.pem}}\nstate: redis://127.0.0.1\n"
+        "routes: {a: {chain: [local/demo]}}\n"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["config", "check", "--config-dir", str(directory)]) == 0
+    shown = capsys.readouterr().err
+    assert (
+        "inference.tls in gateway.yaml cannot be used: [Errno 2] No such file or directory: '/missing/ca.pem'" in shown
+    )
+    assert "state: the package redis is not installed here; run: pip install 'headgate[redis]'" in shown
+    assert "inference.nodes: the package ray is not installed here; run: pip install 'headgate[ray]'" in shown
 
 
 def test_message_of_a_missing_file_names_an_example(capsys: Any, directory: Path) -> None:
