@@ -549,7 +549,6 @@ class DefragmentCommand:
     """Trims, measures idle models on every device, then moves them one after another."""
 
     before_bytes: int
-    retained: Mapping[str, int] = field(default_factory=dict)
     trimmed_bytes: int = 0
     cells: int = 0
     reclaimed_bytes: int = 0

@@ -1,6 +1,5 @@
-/** uPlot in the colors of the page. The data stands in a table beside each chart too. */
+/** uPlot (`uPlot`, from `vendor/uplot.js`) in the colors of the page. The data stands in a table beside each chart too. */
 
-import uPlot from "../vendor/uplot.js";
 import { html, useEffect, useRef } from "../vendor/preact-htm.js";
 
 /** A CSS variable as a color: `light-dark()` is resolved only on an element. */
