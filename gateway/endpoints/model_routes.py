@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -38,13 +39,18 @@ def router(runtime: Runtime) -> APIRouter:
         models = models_of(runtime, key)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
         if found is None:
-            known = ", ".join(sorted(models)[:20]) or "none"
-            raise RequestError(
-                Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}; known models: {known}", param="model"
-            )
+            raise unknown_model(name, models)
         return json_response(anthropic_entry(found) if exchange.is_messages else found)
 
     return routes
+
+
+def unknown_model(name: str, known: Iterable[str]) -> RequestError:
+    """The error for an unknown model, with a similar name when there is one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(names[:20]) or 'none'}"
+    return RequestError(Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}; {advice}", param="model")
 
 
 def models_of(runtime: Runtime, key: Key) -> dict[str, dict[str, Any]]:

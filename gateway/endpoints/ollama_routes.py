@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 from gateway.access.authentication import Key
 from gateway.apis.ollama.ollama_request import plain_name
 from gateway.breaker.outcome import LOCAL
-from gateway.endpoints.model_routes import UNKNOWN_DATE, VIEW_SECONDS, models_of
-from gateway.errors import RequestError
+from gateway.endpoints.model_routes import UNKNOWN_DATE, VIEW_SECONDS, models_of, unknown_model
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
-from inference.protocol import Code, ModelState, ModelStatus
+from inference.protocol import ModelState, ModelStatus
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API the gateway follows. Some clients require a minimum."""
@@ -81,11 +79,7 @@ def router(runtime: Runtime) -> APIRouter:
         given = plain_name(body.model or body.name)
         name = given if given in known else runtime.view.aliases.get(given, "")
         if name not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            advice = (
-                f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(sorted(known)[:20]) or 'none'}"
-            )
-            raise RequestError(Code.MODEL_NOT_FOUND, f"unknown model {given[:100]!r}; {advice}", param="model")
+            raise unknown_model(given, known)
         return json_response(_shown(name, _status(runtime, name)))
 
     return routes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import math
 import time
@@ -24,6 +23,7 @@ from gateway.apis.openai.route_parameters import with_route_parameters
 from gateway.apis.public_api import ApiRequest
 from gateway.breaker.outcome import LOCAL, End
 from gateway.endpoints.answer_stream import relay
+from gateway.endpoints.model_routes import unknown_model
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.body_memory import Room
 from gateway.http.http_exchange import (
@@ -359,7 +359,8 @@ async def find_route(runtime: Runtime, model: str, exchange: Exchange) -> RouteM
         await runtime.view.refresh()  # the model may be new
         exchange.waited_seconds += time.monotonic() - began
         if (found := _known_route(runtime, model)) is None:
-            raise _unknown(runtime, model)
+            routes = (route for route in runtime.config.routes if route != "*")
+            raise unknown_model(model, {*routes, *runtime.view.models})
     return found
 
 
@@ -374,14 +375,6 @@ def _known_route(runtime: Runtime, model: str) -> RouteMatch | None:
         return found
     only = (f"{LOCAL}/*", f"{LOCAL}/{SMALLER}")
     return None if all(entry in only for entry in routes["*"].chain) else found
-
-
-def _unknown(runtime: Runtime, model: str) -> RequestError:
-    """The error, with a similar name when there is one."""
-    known = sorted({*(route for route in runtime.config.routes if route != "*"), *runtime.view.models})
-    near = difflib.get_close_matches(model, known, n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
-    return RequestError(Code.MODEL_NOT_FOUND, f"unknown model {model[:100]!r}; {advice}", param="model")
 
 
 def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> RequestContext:
