@@ -18,9 +18,10 @@ from typing import Any
 import orjson
 
 import headgate
+from gateway.nodes.node import Node
+from gateway.providers.local.inference_snapshot import Events
 from gateway.runtime import Runtime
-from gateway.ui.node_figures import NodeFigures
-from gateway.ui.page_state import ShownRequests, first_requests, is_news, model_json, request_json
+from gateway.ui.page_state import LiveFigures, ShownRequests, first_requests, is_news, model_json, request_json
 from headgate.shared.log import line_of
 
 log = logging.getLogger("gateway.ui.live_feed")
@@ -320,6 +321,40 @@ def _of_node(node: str) -> dict[str, str]:
 def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A breaker without the values that follow the clock."""
     return None if breaker is None else {**breaker, "retry_after": None, "opens_until": None, "ramp": None}
+
+
+class NodeFigures:
+    """A second event stream of a node, with its figures. `on_devices` is called with each new state of its devices."""
+
+    def __init__(self, node: Node, on_devices: Callable[[str, list[dict[str, Any]]], None]) -> None:
+        self.node = node
+        self.live = LiveFigures()
+        self._on_devices = on_devices
+        self._stream = Events(lambda: node.provider, self, figures=True)
+        self._task = asyncio.get_running_loop().create_task(self._stream.run(), name="live-figures")
+
+    def stop(self) -> None:
+        """Ends the stream."""
+        self._task.cancel()
+
+    def retry(self) -> None:
+        """The node answers again: opens the stream now."""
+        self._stream.retry()
+
+    @property
+    def devices(self) -> list[dict[str, Any]]:
+        """The DEVICE records, with the name of the node where there are several."""
+        name = self.node.name
+        return [{**device, "node": name} for device in self.live.devices] if name else self.live.devices
+
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Takes an event of the stream; raises KeyError, TypeError or ValueError for a malformed one."""
+        if kind == "figures":
+            self.live.take(data, time.monotonic())
+            self._on_devices(self.node.name, self.devices)
+
+    def poll_soon(self) -> None:
+        """Nothing is lost with the stream: the next one begins with all figures."""
 
 
 class LogLines(logging.Handler):

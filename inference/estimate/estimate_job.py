@@ -12,20 +12,25 @@ import ctypes
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
-from inference.estimate.host_rate import host_bytes_per_second
 from inference.estimate.layers import Sizes
 from inference.protocol import ExitCause
 from inference.worker.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
     from inference.worker_link import Grant
+
+COPIED_BYTES = 128 * 2**20
+"""Copied by all cores together; more than their caches hold, on most machines."""
+ROUNDS = 3
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
@@ -118,6 +123,21 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _host_rate(job: Mapping[str, Any]) -> float:
     return float(job.get("host_bytes_per_second") or host_bytes_per_second(usable_cores()))
+
+
+def host_bytes_per_second(cores: int) -> float:
+    """Bytes read and written per second by `cores` threads that copy their own memory; the best of some rounds."""
+    import numpy as np
+
+    blocks = [np.ones(COPIED_BYTES // cores, dtype=np.uint8) for _ in range(cores)]
+    copies = [np.zeros_like(block) for block in blocks]
+    best = 0.0
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            list(pool.map(np.copyto, copies, blocks))
+            best = max(best, 2 * COPIED_BYTES / (time.perf_counter() - began))
+    return best
 
 
 class _UnusableError(Exception):
