@@ -17,7 +17,6 @@ One JSON object per line, in this order (`*`: any number of times):
     service -> worker   kv_budget *  the host memory for sequences without a slot
     service -> worker   forget *     drop retained prefixes
     service -> worker   threads *    the number of compute threads
-    service -> worker   drain        finish running requests, take no new ones, then exit with status 0
     service -> worker   stop         exit now
 
 The end of the stream means that the other side has ended.
@@ -335,13 +334,6 @@ class Threads:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Finish running requests, take no new ones, then exit with status 0."""
-
-    tag: ClassVar[str] = "drain"
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """Exit now. Running streams end with an error frame."""
 
@@ -365,7 +357,6 @@ Message = (
     | Forget
     | KvBudget
     | Threads
-    | Drain
     | Stop
 )
 _TYPES: Mapping[str, type[Message]] = {kind.tag: kind for kind in get_args(Message)}

@@ -46,10 +46,6 @@ class LiveFigures:
             while len(known) > 1 and known[1][0] <= now - RATE_SECONDS:
                 known.popleft()
 
-    def clear(self) -> None:
-        """Forgets everything: nothing is known until the next event."""
-        self.devices, self._models, self._totals = [], {}, {}
-
     def of(self, model: str) -> Mapping[str, Any]:
         """The figures of a model; empty when the service has none."""
         return self._models.get(model, {})

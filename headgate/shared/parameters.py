@@ -83,21 +83,6 @@ class Parameter:
             accepted = {"anyOf": [{"const": -1}, accepted]} if self.minus_one else accepted
         return {**accepted, "description": self.effect}
 
-    def values(self) -> str:
-        """The accepted values as text for the documentation."""
-        match self.kind:
-            case "boolean":
-                return "`true`, `false`" if self.only is None else f"`{str(self.only).lower()}`"
-            case "strings":
-                return f"up to {MAX_BREAKERS} texts of 1 to {MAX_BREAKER_BYTES} bytes"
-        if self.low <= -(2**63):
-            return "whole"
-        unit = "whole, " if self.kind == "integer" else ""
-        bounds = (
-            f"from {self.low:g}" if math.isinf(self.high) or self.high >= _INT32 else f"{self.low:g} to {self.high:g}"
-        )
-        return unit + bounds + (", or -1" if self.minus_one else "")
-
 
 def _strings_problem(value: Any) -> str | None:
     if not isinstance(value, list) or len(value) > MAX_BREAKERS or not all(isinstance(item, str) for item in value):

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from inference import worker_link
-from inference.worker_link import Drain, Forget, Grant, Hold, KvBudget, Limit, Offload, Stop, Threads
+from inference.worker_link import Forget, Grant, Hold, KvBudget, Limit, Offload, Stop, Threads
 
 MAX_LINE_BYTES = 1 << 20
 
-Order = Grant | Drain | Stop | Offload | Limit | Forget | KvBudget | Threads
+Order = Grant | Stop | Offload | Limit | Forget | KvBudget | Threads
 """What a worker carries out. `order` and `grant` return grants as well."""
 
 
@@ -76,7 +76,7 @@ class Channel:
                 self._loads.put(message)
             case Hold():
                 self._loads.put(message)
-            case Drain() | Stop() | Offload() | Limit() | Forget() | KvBudget() | Threads():
+            case Stop() | Offload() | Limit() | Forget() | KvBudget() | Threads():
                 self._on_order(message)
             case _:
                 self._leave(f"the authority sent {message.tag}, which only workers send")

@@ -35,7 +35,6 @@ from inference.worker_link import (
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
-    Drain,
     Failed,
     Forget,
     Grant,
@@ -222,8 +221,6 @@ class Worker:
         may have a heap to trim.
         """
         match order:
-            case Drain():
-                self._end("drain")
             case Stop():
                 self._end("stop")
             case Offload():

@@ -25,7 +25,6 @@ from inference.worker_link import (
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
-    Drain,
     Failed,
     Grant,
     Heartbeat,
@@ -156,11 +155,6 @@ class WorkerProcess:
         self._suspended = False
         self._watch.note_message(self._loop.time())
         self.beat = None
-
-    def drain(self) -> None:
-        """Makes the worker finish its requests, take no new ones, and end."""
-        self._requested = True
-        self.send(Drain())
 
     def stop(self) -> None:
         """Ends the worker: by message, by SIGKILL after STOP_SECONDS, or by SIGKILL now if suspended. Idempotent."""

@@ -112,7 +112,7 @@ def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
         next(frames)
-        rig.send(worker_link.Drain())
+        rig.process.send_signal(signal.SIGTERM)
         status, response = wait_until("the worker drains", lambda: _refused(rig))
         assert (status, response["error"]["code"]) == (503, "model_loading")
         rest = list(frames)

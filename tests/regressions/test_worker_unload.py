@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def test_requests_ended_by_an_unload_get_model_loading_with_retry_after(tmp_path
         thread = threading.Thread(target=whole, args=(rig,))
         thread.start()
         wait_until("both requests run", lambda: rig.fresh_beat().active == 2)
-        rig.send(worker_link.Drain())
+        rig.process.send_signal(signal.SIGTERM)
         wait_until("the worker drains", lambda: b"draining" in livez(rig))
         whole(rig)
         rig.send(worker_link.Stop())

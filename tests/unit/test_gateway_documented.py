@@ -24,7 +24,7 @@ from gateway.routing.chain import Drop
 from gateway.routing.explain_record import AttemptRecord, BreakRecord, Record
 from gateway.telemetry.gateway_metrics import Telemetry
 from headgate.shared.bodies.body_decoder import json_schema
-from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
+from headgate.shared.parameters import BY_NAME, MAX_BREAKER_BYTES, MAX_BREAKERS, PARAMETERS, Parameter, Sampling
 from inference.api.service_routes import BODIES
 from inference.protocol import CODES
 from inference.worker.api import generation_body
@@ -100,7 +100,22 @@ FACTS = Facts("tiny", 2**40, 300, 64, ("chat", "completions"))
 def _row(parameter: Parameter) -> str:
     default = "" if parameter.default is None else f"`{_shown(parameter.default)}`"
     sent = {"renamed": "sent as `logprobs`"}.get(parameter.clouds, parameter.clouds)
-    return f"| `{parameter.name}` | {parameter.values()} | {default} | {parameter.effect} | {sent} |"
+    return f"| `{parameter.name}` | {_values(parameter)} | {default} | {parameter.effect} | {sent} |"
+
+
+def _values(row: Parameter) -> str:
+    """The accepted values."""
+    match row.kind:
+        case "boolean":
+            return "`true`, `false`" if row.only is None else f"`{str(row.only).lower()}`"
+        case "strings":
+            return f"up to {MAX_BREAKERS} texts of 1 to {MAX_BREAKER_BYTES} bytes"
+    if row.low <= -(2**63):
+        return "whole"
+    unit = "whole, " if row.kind == "integer" else ""
+    is_open = math.isinf(row.high) or row.high >= 2**31 - 1
+    bounds = f"from {row.low:g}" if is_open else f"{row.low:g} to {row.high:g}"
+    return unit + bounds + (", or -1" if row.minus_one else "")
 
 
 def _shown(value: Any) -> str:
