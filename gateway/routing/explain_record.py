@@ -225,18 +225,17 @@ def _last_count(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
 class RecordStore:
     """The records of the last requests by request id: KEPT with a route, and KEPT_REFUSED without."""
 
-    def __init__(self, kept: int = KEPT, kept_refused: int = KEPT_REFUSED) -> None:
-        self._kept, self._kept_refused = kept, kept_refused
+    def __init__(self) -> None:
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._refused: OrderedDict[str, Record] = OrderedDict()
 
     def add(self, record: Record) -> None:
         """Keeps the record of a request with a route; a record with the same id is replaced."""
-        self._put(record, self._records, self._kept)
+        self._put(record, self._records, KEPT)
 
     def add_refused(self, record: Record) -> None:
         """Keeps the record of a request without a route."""
-        self._put(record, self._refused, self._kept_refused)
+        self._put(record, self._refused, KEPT_REFUSED)
 
     def get(self, request_id: str) -> Record | None:
         """The record of a request; None when it is unknown or dropped."""

@@ -68,24 +68,16 @@ class Compiler:
     the limit is compiled anew for every further request, so that earlier requests do not slow it down.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        kept: int = KEPT,
-        kept_bytes: int = KEPT_BYTES,
-        stack_bytes: int = STACK_BYTES,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         """Caches the `kept` most recently used constraints within `kept_bytes`."""
         self._vocabulary = vocabulary
         self._most = kept
         self._most_bytes = kept_bytes
-        self._stack_bytes = stack_bytes
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
-        self._trial = Trial(_LIMITS, stack_bytes)
+        self._trial = Trial(_LIMITS, STACK_BYTES)
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         """The last refusals of the trial, with their times: a refusal can take seconds."""
 
@@ -177,7 +169,7 @@ class Compiler:
         return problem and f"the required format cannot be enforced: {reason(problem)}"
 
     def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
-        matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
+        matcher = _with_stack(STACK_BYTES, lambda: trie.matcher(source))
         if problem := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
             raise BadRequestError(f"the required format cannot be enforced: {reason(problem)}", param)
         return _Compiled(matcher, trie.scratch, shared=shared)

@@ -53,17 +53,9 @@ class Vision:
     `counters` reports encoding like steps of the engine, so that a hung device is detected here too.
     """
 
-    def __init__(
-        self,
-        projector: Projector,
-        most: int,
-        turns: int,
-        *,
-        at_once: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, projector: Projector, most: int, turns: int, *, at_once: int) -> None:
         """`at_once`: maximum tokens of an image with full attention within itself."""
-        self.counters = EngineCounters(clock)
+        self.counters = EngineCounters(time.monotonic)
         self.tiles: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
         """The tiles by their first token; read by the engine thread."""
         self._projector = projector
