@@ -15,6 +15,7 @@ from inference.protocol import Priority
 from inference.worker.kv.entry_format import (
     ALIGNED,
     HEADER_BYTES,
+    Head,
     InvalidEntryError,
     Progress,
     StatesSum,
@@ -26,11 +27,22 @@ from inference.worker.kv.entry_format import (
     set_progress,
     set_states_sum,
     set_times,
-    verify,
 )
 from inference.worker.steps import StoredSequence
 
 KEY = {"files": [["model.gguf", 10, 20]], "kv_type": "f16", "flash_attention": True}
+
+
+def verify(entry: bytes | bytearray) -> Head:
+    """Reads and verifies a whole entry. Raises InvalidEntryError."""
+    head = decode_head(entry)
+    if len(entry) != head.sizes.all_bytes:
+        raise InvalidEntryError("not as long as its header says")
+    states = StatesSum()
+    states.update(entry[head.sizes.state_at :])
+    if states.intdigest() != head.states_sum:
+        raise InvalidEntryError("the checksum of its states is wrong")
+    return head
 
 
 @st.composite

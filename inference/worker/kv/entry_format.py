@@ -239,18 +239,6 @@ def decode_head(head: Buffer) -> Head:
     return Head(sizes, found.key, sequence, found.partial_at, states_sum)
 
 
-def verify(entry: Buffer) -> Head:
-    """Reads and verifies a whole entry. Raises InvalidEntryError."""
-    head = decode_head(entry)
-    if len(entry) != head.sizes.all_bytes:
-        raise InvalidEntryError("not as long as its header says")
-    states = StatesSum()
-    states.update(entry[head.sizes.state_at :])
-    if states.intdigest() != head.states_sum:
-        raise InvalidEntryError("the checksum of its states is wrong")
-    return head
-
-
 StatesSum = xxh3_64
 """Computes the checksum of the states piece by piece: from the end of the head to the end of the entry."""
 
