@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 NODES_SECONDS = 1.0
 """Interval at which the nodes of the cluster are listed."""
 REPORT_SECONDS = 30.0
-"""How long an actor keeps a question for its next report."""
+"""How long an actor waits for a change of its report before it answers."""
 ADOPT_SECONDS = 10.0
 RETRY_SECONDS = (0.5, 30.0)
 """First and longest delay before an actor is started again that was lost or could not start."""
@@ -37,7 +37,7 @@ class _Followed:
 
 
 class Controller:
-    """Starts an actor on every new node, follows its reports, and forgets nodes that are gone.
+    """Starts an actor on every new node, follows its reports, and forgets nodes that have left.
 
     After a restart it finds the actors that run. It publishes nothing before it has found them. `cluster` has the
     functions of `node_actors`.
@@ -159,7 +159,8 @@ class Controller:
 
     def _set(self, followed: _Followed, report: NodeReport) -> None:
         if report != followed.report:
-            log.info("%s is %s %s%s", report.name, report.state, report.url, report.detail and f": {report.detail}")
+            detail = report.detail and f": {report.detail}"
+            log.info("the service of node %s is %s %s%s", report.name, report.state, report.url, detail)
         followed.report = report
         self._publish()
 

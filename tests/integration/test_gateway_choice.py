@@ -98,7 +98,7 @@ async def test_prompt_too_long_for_every_context_is_a_400_with_the_lengths(
     assert fake.seen == []
 
 
-async def test_prompts_are_counted_only_near_the_context_and_if_another_tier_is_larger(
+async def test_prompts_are_counted_only_if_they_may_not_fit_and_a_larger_tier_exists(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     fake.counts |= {"demo": 9000, "demo-mini": 9000}

@@ -79,7 +79,7 @@ class World:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-def test_concurrent_requests_share_one_decision_which_lasts_until_it_is_listed() -> None:
+def test_concurrent_requests_share_one_decision_until_the_load_is_listed() -> None:
     async def work() -> None:
         world = World(Service("a", "FULL"), Service("b", "FREE"), Service("c", None), Service("d", "CANT_ACCOMMODATE"))
         assert await asyncio.gather(*(world.node() for _ in range(9))) == ["b"] * 9

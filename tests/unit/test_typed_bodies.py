@@ -93,7 +93,7 @@ def test_error_names_the_parameter_and_the_accepted_values(fields: dict[str, Any
     assert refused(**fields).message.startswith(message)
 
 
-def test_error_without_an_upper_limit_names_the_lower_one() -> None:
+def test_error_of_a_range_without_maximum_names_the_minimum() -> None:
     with pytest.raises(RequestError, match="`dimensions` must be at least 1; it is 0"):
         parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x","dimensions":0}')
 

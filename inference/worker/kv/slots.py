@@ -43,14 +43,14 @@ LOADED = "loaded"
 class _Choice(NamedTuple):
     """How a prompt gets a slot.
 
-    `target` first moves its tokens to `shelter`, if there is one. Then `stored` is loaded into it, or `reuse` is copied
-    to it or continued in it. `moves`: the slot of `reuse` is emptied after the copy.
+    `target` first moves its tokens to `relocation`, if there is one. Then `stored` is loaded into it, or `reuse` is
+    copied to it or continued in it. `moves`: the slot of `reuse` is emptied after the copy.
     """
 
     target: Slot
     reuse: Reuse
     stored: StoredSequence | None = None
-    shelter: Slot | None = None
+    relocation: Slot | None = None
     moves: bool = False
 
 
@@ -128,14 +128,14 @@ class Slots:
         if choice.stored is not None:
             found = self._resumable(target, shared)
             self._go_back(target, found.tokens, found.checkpoint)
-        elif target is best and choice.shelter is None:
+        elif target is best and choice.relocation is None:
             self._go_back(target, shared, checkpoint)
         else:
-            if choice.shelter is not None:
-                self._forget(choice.shelter, 0)
-                self._copy(target, choice.shelter, target.computed)
-                self._pass_on(target, choice.shelter)
-                best = choice.shelter if best is target else best
+            if choice.relocation is not None:
+                self._forget(choice.relocation, 0)
+                self._copy(target, choice.relocation, target.computed)
+                self._pass_on(target, choice.relocation)
+                best = choice.relocation if best is target else best
             self._forget(target, 0)
             if best is not None and shared >= self._limits.copied:
                 self._copy(best, target, shared)
@@ -317,26 +317,26 @@ class Slots:
                 target = best  # a prefix is lost anyway: drop the tail of this one
         if checkpoint is not None or (near := self._nearer(target, free)) is None:
             return _Choice(target, reuse)
-        shelter = self._shelter(near, best, free)
-        return _Choice(near, reuse, None, shelter, target is best and pays)
+        relocation = self._relocation(near, best, free)
+        return _Choice(near, reuse, None, relocation, target is best and pays)
 
     def _displaced(self, choice: _Choice) -> list[tuple[Slot, int]]:
         """The slots that lose tokens, each with the number of tokens that it keeps."""
         best = choice.reuse.slot
         lost = [(choice.target, choice.reuse.tokens if choice.target is best else 0)]
-        if choice.shelter is not None:
-            lost = [(choice.shelter, 0)]
+        if choice.relocation is not None:
+            lost = [(choice.relocation, 0)]
         if choice.moves and best is not None:
             lost.append((best, choice.reuse.tokens))
         return lost
 
-    def _shelter(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
+    def _relocation(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
         """An empty or less recently used slot other than `best` that may take the tokens of `slot`, or None."""
-        shelters = [other for other in free if other is not slot and other is not best]
-        shelter = min(shelters, key=self._dispensable, default=slot)
-        if slot.computed < self._limits.copied or self._dispensable(shelter) >= self._dispensable(slot):
+        candidates = [other for other in free if other is not slot and other is not best]
+        relocation = min(candidates, key=self._dispensable, default=slot)
+        if slot.computed < self._limits.copied or self._dispensable(relocation) >= self._dispensable(slot):
             return None
-        return shelter
+        return relocation
 
     def _best_stored(
         self, tokens: array[int], tenant: str, reusable: int, *, in_ram: bool = True

@@ -148,7 +148,8 @@ def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
     if worker is not None and worker.kv_bytes and model.state is _S.WARM:
         draft.set_worker(worker.id, kv_bytes=0)
         draft.emit(Instruct(worker.id, KvBudget(0)))  # a process in standby may use the arena still
-    why = f"all models may keep {format_bytes(total)}" if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
+    limit = f"the limit of all models is {format_bytes(total)}"
+    why = limit if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
     _drop(draft, cache, why)
     return False
 
