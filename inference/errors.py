@@ -95,7 +95,7 @@ class RefusedError(InferenceError):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The shortfall on a device. `bound` names the limit: the device, a percentage, a setting, or foreign memory."""
+    """The shortfall on a device. `bound` names the limit that applies, see `Ledger.room`."""
 
     device: str
     need_bytes: int
@@ -136,7 +136,7 @@ class MemoryLimitExceededError(RefusedError):
     ) -> None:
         numbers = "; ".join(
             f"{item.device} needs {_mib(item.need_bytes)} and has {_mib(item.free_bytes)} "
-            f"({_mib(item.short_bytes)} short, bound by {item.bound})"
+            f"({_mib(item.short_bytes)} short, limited by {item.bound})"
             for item in shortages
         )
         message = f"the model {model!r} does not fit: {numbers or reason}"

@@ -151,7 +151,7 @@ class Edge:
         except ClientDisconnectedError:
             log.debug("request %s: the client disconnected during the response", exchange.request_id)
         except Exception:
-            log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
+            log.exception("internal error in request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
             if not exchange.started:
                 message = f"internal error; see the gateway's log for request {exchange.request_id}"
                 await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, message))

@@ -208,7 +208,7 @@ def test_new_account_has_its_whole_budget() -> None:
     ledger = Ledger().open(Account("cpu", 1000, 600))
     assert (ledger.balance("cpu").room_bytes, ledger.lacks({"cpu": 600})) == (600, ())
     (lack,) = ledger.lacks({"cpu": 601})
-    assert (lack.free_bytes, lack.bound) == (600, "the share of the device that may be used")
+    assert (lack.free_bytes, lack.bound) == (600, "Headgate's share of the device")
     seen = ledger.observe("cpu", 900, 100)
     assert seen.lacks({"cpu": 101})[0].free_bytes == 100
 
@@ -220,7 +220,7 @@ def test_the_limit_counts_all_devices_together() -> None:
         ledger = ledger.open(Account(device, 1000, 1000))
     assert not ledger.lacks({"a": 500, "b": 500})
     (lack,) = ledger.lacks({"a": 600, "b": 500})
-    assert (lack.need_bytes, lack.free_bytes, lack.bound) == (1100, 1000, "the memory limit")
+    assert (lack.need_bytes, lack.free_bytes, lack.bound) == (1100, 1000, "INFERENCE_MEMORY_LIMIT_GB")
 
 
 def test_excess_over_a_lowered_limit_is_reported() -> None:

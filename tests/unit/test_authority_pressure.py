@@ -221,7 +221,7 @@ def test_pressure_check_uses_the_last_figures_when_the_devices_cannot_be_read() 
 def test_own_share_of_a_device_is_bounded_by_its_limit() -> None:
     world = begin({"a": {}, "b": {}}, {"a": 300, "b": 420}, foreign_mib=500, gpu_memory_limit_mb=310)
     world.used("a")
-    assert "bound by the share of the device that may be used" in refused(world, "b").message
+    assert "limited by Headgate's share of the device" in refused(world, "b").message
 
 
 @pytest.mark.parametrize("expected", [Level.MODERATE, Level.HIGH, Level.CRITICAL, Level.EMERGENCY])

@@ -159,7 +159,7 @@ def test_refusal_has_numbers() -> None:
     error = world.errors[ticket]
     assert isinstance(error, MemoryLimitExceededError)
     (shortage,) = error.shortages
-    assert (shortage.need_bytes, shortage.bound) == (200 * MIB, "the memory limit")
+    assert (shortage.need_bytes, shortage.bound) == (200 * MIB, "INFERENCE_MEMORY_LIMIT_GB")
     assert shortage.short_bytes > 0
 
 
@@ -192,7 +192,7 @@ def test_models_are_loaded_at_start_as_far_as_there_is_room() -> None:
     world = begin({"a": {}, "b": {}, "c": {}}, enable_lazy_model_loading=False, memory_limit_gb=0.5)
     world.live(2)
     assert [world.model(name).state for name in "abc"] == [S.READY, S.READY, S.COLD]
-    assert any("c is not loaded at start: there is no room" in line for line in world.log)
+    assert any("c is not loaded at start: it does not fit" in line for line in world.log)
     assert not world.state.evictions
 
 

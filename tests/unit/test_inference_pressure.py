@@ -151,9 +151,9 @@ def test_growth_that_fits_is_booked_to_its_model() -> None:
 @pytest.mark.parametrize(
     ("books", "bound"),
     [
-        (ledger(seen=600, budget=600), "the share of the device"),
+        (ledger(seen=600, budget=600), "share of the device"),
         (ledger(seen=600, capacity=650, budget=2000), "the device"),
-        (ledger(seen=600, budget=2000, limit=400), "the memory limit"),
+        (ledger(seen=600, budget=2000, limit=400), "INFERENCE_MEMORY_LIMIT_GB"),
     ],
 )
 def test_growth_that_does_not_fit_names_the_limit(books: Ledger, bound: str) -> None:

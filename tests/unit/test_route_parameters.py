@@ -39,7 +39,7 @@ def test_defaults_are_for_absent_parameters() -> None:
     )  # fmt: skip
 
 
-def test_overrides_replace_also_the_other_name() -> None:
+def test_override_replaces_the_parameter_under_its_other_name_too() -> None:
     given = {"max_completion_tokens": 5, "repetition_penalty": 1.5, "seed": 1}
     rules = {"overrides": {"max_tokens": 9, "repeat_penalty": 1.1, "seed": -1}}
     assert applied(given, **rules) == ({"max_tokens": 9, "repeat_penalty": 1.1}, rules["overrides"])

@@ -150,7 +150,7 @@ def test_copy_of_a_recurrent_state_goes_back_to_a_checkpoint() -> None:
     assert [(row.slot, row.start) for row in step.rows] == [(1, 6)]
 
 
-def test_least_useful_checkpoint_gives_way() -> None:
+def test_least_useful_checkpoint_is_replaced() -> None:
     """There are two at most."""
     slots = Slots(RECURRENT)
     slot = slots.take(tokens(*range(30)), "", 0)

@@ -181,7 +181,7 @@ class Ledger:
                 found.append(Shortage(device, count, room, bound))
         if not found and spare is not None and total > spare:
             device = max(need, key=lambda name: need[name])
-            found.append(Shortage(device, total, max(0, spare), "the memory limit"))
+            found.append(Shortage(device, total, max(0, spare), "INFERENCE_MEMORY_LIMIT_GB"))
         return tuple(found)
 
     def room(self, device: str, *, exempt: bool = False) -> tuple[int, str]:
@@ -215,7 +215,7 @@ class Ledger:
         if any(count < 0 for count in need.values()):
             raise LedgerError(f"reservation {id} has a negative amount")
         if lacking := self.lacks(need, exempt=exempt):
-            raise LedgerError(f"reservation {id} does not fit on {', '.join(lack.device for lack in lacking)}")
+            raise LedgerError(f"reservation {id} does not fit: {_text(lacking)}")
         return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need))), exempt))
 
     def set_exempt(self, id: str, *, exempt: bool = True) -> Ledger:
@@ -235,11 +235,7 @@ class Ledger:
             if count > holding.bytes.get(device, 0)
         }
         if growth and (lacking := self.lacks(growth, exempt=holding.exempt)):
-            short = ", ".join(
-                f"{format_bytes(item.need_bytes)} more on {item.device}, available are {format_bytes(item.free_bytes)}"
-                for item in lacking
-            )
-            raise LedgerError(f"{holding.owner} needs more than its reservation: {short}")
+            raise LedgerError(f"{holding.owner} needs more than its reservation: {_text(lacking)}")
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
     def grow(self, id: str, device: str, count: int, *, beyond: bool = False) -> Ledger:
@@ -259,8 +255,8 @@ class Ledger:
         balance = grown.balance(device)
         for used, bound, name in (
             (balance.ours_bytes + account.foreign_bytes, account.capacity_bytes, "the device"),
-            (balance.ours_bytes, account.budget_bytes, "the share of the device that may be used"),
-            (grown.loaded_bytes, grown.limit_bytes, "the memory limit"),
+            (balance.ours_bytes, account.budget_bytes, "Headgate's share of the device"),
+            (grown.loaded_bytes, grown.limit_bytes, "INFERENCE_MEMORY_LIMIT_GB"),
         ):
             if bound is not None and used > bound and not beyond:
                 more_text = f"{format_bytes(count)} more than its reservation on {device}"
@@ -419,7 +415,7 @@ class Ledger:
     def _room(self, account: Account, sums: Sums, *, exempt: bool = False) -> tuple[int, str]:
         bounds = self._device_bounds(account, sums)
         if self.limit_bytes is not None and not exempt:
-            bounds.append((self.limit_bytes - self.loaded_bytes, "the memory limit"))
+            bounds.append((self.limit_bytes - self.loaded_bytes, "INFERENCE_MEMORY_LIMIT_GB"))
         room, bound = min(bounds, key=lambda item: item[0])
         return max(0, room), bound
 
@@ -427,12 +423,12 @@ class Ledger:
     def _device_bounds(account: Account, sums: Sums) -> list[tuple[int, str]]:
         ours = sums.ours_bytes
         bounds = [
-            (account.capacity_bytes - account.foreign_bytes - ours, "the device and what others use of it"),
-            (account.budget_bytes - ours, "the share of the device that may be used"),
+            (account.capacity_bytes - account.foreign_bytes - ours, "the capacity of the device minus foreign use"),
+            (account.budget_bytes - ours, "Headgate's share of the device"),
         ]
         if account.observed_free_bytes is not None:
             free = account.observed_free_bytes + sums.cache_used_bytes - sums.reserved_bytes
-            bounds.append((free, "what is free on the device now"))
+            bounds.append((free, "the free memory of the device"))
         return bounds
 
     def _account(self, device: str) -> Account:
@@ -453,6 +449,13 @@ class Ledger:
         before = self.holdings.get(holding.id)
         sums = self.sums if before is None else _changed(self.sums, (before,), -1)
         return replace(self, holdings=_with(self.holdings, holding.id, holding), sums=_changed(sums, (holding,), 1))
+
+
+def _text(lacking: Iterable[Shortage]) -> str:
+    return ", ".join(
+        f"needs {format_bytes(item.need_bytes)} on {item.device}, available are {format_bytes(item.free_bytes)}"
+        for item in lacking
+    )
 
 
 def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:

@@ -149,7 +149,7 @@ class Stage:
                 return why
         return "; ".join(
             f"needs {format_bytes(lack.need_bytes)} on {lack.device}, available are {format_bytes(lack.free_bytes)} "
-            f"({lack.bound})"
+            f"(limited by {lack.bound})"
             for lack in self.ledger.lacks(need)
         ) or None  # fmt: skip
 

@@ -63,19 +63,19 @@ class Relay:
     async def run(self, first: bytes) -> None:
         """Relays until one side ends; `first` has already come from the client. Raises OSError and WireError."""
         await self._pass(self._talk.from_client(first))
-        pumps = [
+        tasks = [
             asyncio.create_task(self._relay_direction(source, step))
             for source, step in ((self._client, self._talk.from_client), (self._server, self._talk.from_server))
         ]
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            for pump in pumps:
-                if pump.done():
-                    pump.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def shut(self) -> None:
         """Stops requests at a moment when the server has completed all earlier ones.

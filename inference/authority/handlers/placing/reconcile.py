@@ -146,7 +146,7 @@ def _no_room_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> Infe
     """The error of an optional load: for a client with the numbers."""
     if Purpose.CLIENT not in _purposes(draft, id):
         reason = f": {outcome.reason}" if isinstance(outcome, Refusal) else ""
-        return ModelFailed(f"there is no room beside other models{reason}")
+        return ModelFailed(f"it does not fit without the eviction of other models{reason}")
     model = draft.model(id)
     if isinstance(outcome, Refusal):
         return refusal_error(draft.state, model.effective, outcome, draft.now)
@@ -168,9 +168,10 @@ def _is_optional(draft: Draft, id: str) -> bool:
 
 
 def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
-    """Whether an optional load has room, perhaps with a change that its configuration allows: at the start without
-    evictions, for a replica after those of idle models that are no replicas of the same one. A replica and a client
-    wait for memory that is being released.
+    """Whether an optional load has room, perhaps with a change that its configuration allows.
+
+    At the start no model is evicted for it. For a replica, idle models may be, but no replica of the same model. The
+    load for a replica or a client waits for memory that is being released.
     """
     if outcome.result in _FITS or (isinstance(outcome, Refusal) and fit_of(draft.model(id).spec).allows(outcome.fix)):
         return True
@@ -248,7 +249,7 @@ def _make_room(draft: Draft, id: str, placement: Placement) -> None:
             continue
         why = f"room for {id}"
         if worker.leases:
-            why += f", wanted for {draft.now - wanted_at:.1f} s: the turn of {name} is over"
+            why += f", whose requests have waited {draft.now - wanted_at:.1f} s: the turn of {name} is over"
         action = Action.OFFLOAD if name in kept else Action.UNLOAD
         departure.leave(draft, name, Reason.MEMORY_WANTED, action, (why, *placement.trace))
 
