@@ -144,7 +144,10 @@ class Controller:
             except Exception as error:
                 state = State.LOST if followed.report.was_ready else State.FAILED
                 detail = reason(error)
-                log.warning("the actor of %s does not answer: %s", followed.report.name, detail)
+                log.warning(
+                    "the actor of node %s does not answer, starting it again in %g s: %s",
+                    followed.report.name, delay, detail,
+                )  # fmt: skip
                 self._set(followed, dataclasses.replace(followed.report, state=state, pid=None, detail=detail))
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, self._retry_seconds[1])

@@ -123,7 +123,7 @@ class Layers:
     def copies_bytes(self) -> int:
         """Additional bytes on each device and the host when several accelerators share the model.
 
-        llama.cpp makes no copies if experts are in host memory, or if the devices are one for it.
+        llama.cpp makes no copies if experts are in host memory, or if it treats the devices as one (`by_tensor`).
         """
         is_whole = self.offloaded == self.places and not self.parameters.host_expert_layers
         has_copies = is_whole and not self.by_tensor

@@ -54,7 +54,7 @@ class Document:
         """The whole schema in keywords that masks enforce, references as `#/$defs/N`; raises SchemaError."""
         root = self.node(self._schema, "", self._references.root_base, 0, self.scope)
         if root is False:
-            raise SchemaError("", "no value satisfies false")
+            raise SchemaError("", "the schema is false, which no value satisfies")
         lowered = root if isinstance(root, dict) else {}
         defs: dict[str, Any] = {}
         while self._waiting:

@@ -76,7 +76,7 @@ def _decide(draft: Draft, reading: Reading) -> tuple[tuple[Change, ...], int]:
     if mark is None:
         found = Attribution((), state.ledger.balance(device).foreign_bytes)
     else:
-        # a model that left may have had more booked than it used: so much use may look new
+        # a model that has left may have used less than was booked; the difference may look like new foreign use
         left = sum(count for holding, count in mark.overheads.items() if holding not in now)
         found = attribute(
             unexplained,
