@@ -141,8 +141,9 @@ def _by_process(item: Occupant, slack: int) -> Change | None:
 
 
 def _by_activity(active: Sequence[Occupant], rise: int) -> list[Change]:
-    """`rise` for the last active model, and for the ones before it what is too much for it; nothing if it is too much
-    for all.
+    """Attributes `rise` to the last active model up to its plausible growth, the rest to the one before it, and so on.
+
+    Nothing if a rest is left in the end.
     """
     evidence = Evidence.ONLY_ACTIVE if len(active) == 1 else Evidence.LAST_ACTIVE
     found = []
