@@ -27,7 +27,7 @@ class GatewayCountFile:
 
     async def load(self) -> int:
         """The number that was stored last; 1 without one. Logs one line if the file cannot be used."""
-        consequence = "until the server of `state:` answers, this gateway takes itself for the only one"
+        consequence = "this gateway takes the whole limits and budgets until the server of `state:` answers"
         self._stored = await asyncio.to_thread(load_state_file, self._path, _parse, consequence, most_bytes=MAX_BYTES)
         return self._stored or 1
 

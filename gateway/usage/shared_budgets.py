@@ -48,9 +48,10 @@ class SharedBudgets:
         self._on_down()
 
     def elsewhere(self, key: str, now: float) -> Spent:
-        """What the other gateways used in the month of `now`. Without the store, as much as this one since then.
+        """What the other gateways used in the month of `now`.
 
-        Since its start, if the store has not answered yet.
+        While the store is lost, each of them is assumed to use as much as this gateway since the loss, or since its
+        start if the store has not answered yet.
         """
         if month_of(now) == self._month:
             others, before = self._others.get(key, Spent()), self._at_loss.get(key)

@@ -268,7 +268,7 @@ def test_dropped_request_leaves_the_queue() -> None:
     assert (queue.requests, queue.inputs, names(queue)) == (0, 0, "")
 
 
-def test_largest_request_does_not_count() -> None:
+def test_largest_waiting_request_is_left_out_of_the_weight() -> None:
     """The request with the most waiting tokens."""
     queue: PoolQueue[str] = PoolQueue(1, 1000)
     assert queue.weight() == queue.weight(ones(5, 100)) == 0

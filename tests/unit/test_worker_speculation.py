@@ -244,7 +244,7 @@ def test_clock_without_resolution_is_no_measurement() -> None:
     assert lengths(measured(0.0, 0.0), 1) > 0
 
 
-def test_answers_are_forgotten() -> None:
+def test_state_of_an_answer_is_removed_when_it_ends() -> None:
     speculation = Speculation(NgramSource())
     lengths(speculation, 1)
     speculation.note_drawn(1, [12] * 9)

@@ -158,7 +158,7 @@ def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
         use.device, now.gauge.level, before.gauge.level, use.numbers,
         "" if now.restriction == before.restriction else f"; {RESTRICTION_TEXTS[now.restriction]}",
     )  # fmt: skip
-    data = {"device": use.device, "level": str(now.gauge.level), "rung": now.restriction.name.lower()}
+    data = {"device": use.device, "level": str(now.gauge.level), "restriction": now.restriction.name.lower()}
     draft.emit(Publish("pressure", data))
     draft.changed()
 
