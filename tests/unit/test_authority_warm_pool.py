@@ -414,7 +414,7 @@ def test_lowered_limit_evicts_an_idle_model_at_once_and_a_busy_one_after_its_req
     assert [world.model(name).state for name in "abc"] == [S.READY, S.COLD, S.BUSY]
     record = world.state.evictions[-1]
     assert (record.reason, record.action) == (Reason.LOWERED, Action.UNLOAD)
-    assert "more than INFERENCE_MEMORY_LIMIT_GB from now on" in record.explanation[0]
+    assert "more than the new INFERENCE_MEMORY_LIMIT_GB" in record.explanation[0]
     change(world, models, enable_cpu_offload=False, memory_limit_gb=0.05)
     assert world.model("c").state is S.DRAINING
     ticket = world.want("c")

@@ -402,7 +402,7 @@ def test_limit_on_loaded_models_does_not_affect_warm_ones() -> None:
     assert (found.evicted, found.reasons) == ((), ())
     found = surplus(before, lowered(before, limit=399), held)
     assert [item.model for item in found.evicted] == ["a"]
-    assert found.reasons == ("loaded models hold 1 B more than INFERENCE_MEMORY_LIMIT_GB from now on",)
+    assert found.reasons == ("loaded models hold 1 B more than the new INFERENCE_MEMORY_LIMIT_GB",)
 
 
 def test_warm_copy_of_a_wanted_model_releases_nothing_of_a_limit_on_loaded_models() -> None:

@@ -28,7 +28,7 @@ def test_session_ends_twelve_hours_after_its_last_use() -> None:
     assert len(held) == 0
 
 
-def test_tokens_are_not_kept() -> None:
+def test_only_digests_of_session_tokens_are_held() -> None:
     held = Sessions()
     held.begin("token", "csrf", b"digest", 0.0)
     assert b"token" not in next(iter(held._sessions))

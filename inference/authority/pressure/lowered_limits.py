@@ -82,11 +82,11 @@ def _excesses(before: Limits, now: Limits, stage: Stage) -> Iterator[_Excess]:
         if _is_lower(before.ledger.accounts.get(device), account):
             ours = ledger.balance(device).ours_bytes
             over = ours + max(-account.budget_bytes, account.foreign_bytes - account.capacity_bytes)
-            reason = f"models hold {format_bytes(over)} more of {device} than they may from now on"
+            reason = f"models hold {format_bytes(over)} more of {device} than its new limit"
             yield _Excess(reason, over, tuple(held.bytes.get(device, 0) for held in models))
     if _fell(before.ledger.limit_bytes, ledger.limit_bytes):
         over = -(ledger.spare_altogether or 0)
-        reason = f"loaded models hold {format_bytes(over)} more than INFERENCE_MEMORY_LIMIT_GB from now on"
+        reason = f"loaded models hold {format_bytes(over)} more than the new INFERENCE_MEMORY_LIMIT_GB"
         yield _Excess(reason, over, tuple(held.loaded_bytes for held in models))
     most = now.policy.max_models
     if most is not None and _fell(before.policy.max_models, most):

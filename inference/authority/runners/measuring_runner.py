@@ -131,7 +131,8 @@ class MeasuringRunner:
                 item.planned_bytes, extra_bytes(before, item.planned_bytes, item.capacity_bytes)
             )
             more = self._headrooms.short(effect.spec, item.device, need, computing=effect.computing)
-            found.append(Shortage(item.device.id, need + more, item.device.free_bytes, "the device refused it"))
+            bound = "the device, which refused the memory"
+            found.append(Shortage(item.device.id, need + more, item.device.free_bytes, bound))
         self._dispatch(events.ShortageLearned(effect.worker, effect.exit, tuple(found)))
 
     def _learn_good_end(self, effect: effects.LearnGoodEnd) -> None:

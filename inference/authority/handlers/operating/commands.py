@@ -167,7 +167,7 @@ def _collect(draft: Draft, id: int) -> None:
     draft.set_command(id, CollectCommand(frozenset(idle)))
     draft.timer(TimerKind.COMMAND, id, draft.now + draft.state.timing.return_seconds + LEAVE_SECONDS)
     for name in idle:
-        departure.leave(draft, name, Reason.BY_HAND, explanation=("idle when memory was collected",))
+        departure.leave(draft, name, Reason.BY_HAND, explanation=("idle when an operator collected memory",))
 
 
 def _recover(draft: Draft, id: int, request: Recover) -> None:

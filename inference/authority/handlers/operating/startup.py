@@ -58,7 +58,7 @@ def _check_suspension(draft: Draft) -> None:
         if mode == "off" or (mode == "simulated" and kind not in SIMULATED):
             suspension[kind] = f"INFERENCE_WARM_CHECKPOINT is {mode}"
         elif kind not in devices:
-            suspension[kind] = "there is no such device"
+            suspension[kind] = f"there is no device of the kind {kind}"
         elif kind in SIMULATED:
             suspension[kind] = None if draft.state.linux else "simulated devices suspend processes on Linux only"
         else:
