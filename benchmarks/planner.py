@@ -3,8 +3,9 @@
     python -m benchmarks.planner      100 models on 8 devices and 1,000 on 64, random states; QUICK=1 for fewer of them
 
 Each random state has devices of different sizes with foreign use; idle, young, busy, loading, leaving and pinned
-models; demand of one to three times the memory; sometimes a limit on memory or models; and a request for one device,
-several devices, or a whole device. The time includes preparing the planner's input and garbage collection.
+models; demand of one to three times the memory; sometimes a limit on memory or models. The request is for one device,
+several devices (by layer or tensor), or a whole device, of a dense or MoE model, with any of the changes that `fit`
+allows. The time includes preparing the planner's input and garbage collection.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from benchmarks.figures import Bar, Middle
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import EvictionState, Held, Option, Policy, Request, plan
+from inference.authority.placement.smaller_settings import Fit, FitStep
 from inference.authority.placement.spread import Spread
 from inference.estimate.header_formula import Parameters
 from inference.estimate.layers import Layers, Sizes
@@ -84,14 +86,23 @@ def _request(chance: random.Random, ledger: Ledger, names: list[str]) -> Request
     sizes = sorted(ledger.accounts[name].budget_bytes for name in names)
     wanted = chance.choice([sizes[0] // 2, sizes[len(sizes) // 2], sizes[-1], sizes[-1] * 2, sizes[-1] * 6])
     layers = chance.choice([24, 32, 80])
-    each = Sizes(wanted * 8 // 10 // layers, wanted // 10 // layers)
+    weights = wanted * 8 // 10 // layers
+    expert_bytes, apart = chance.choice([(0, 0), (weights * 9 // 10, 0), (weights * 9 // 10, layers // 4)])
+    each = Sizes(weights, wanted // 10 // layers, expert_bytes=expert_bytes)
     made = Layers(
-        Parameters(8192, 4, gpu_layers=-1), (each,) * layers, wanted // 20, wanted // 20, wanted // 40, wanted // 100
+        Parameters(8192, 4, gpu_layers=-1, host_expert_layers=apart),
+        (each,) * layers,
+        wanted // 20,
+        wanted // 20,
+        wanted // 40,
+        wanted // 100,
+        by_tensor=chance.random() < 0.2,
     )
     overhead = dict.fromkeys(names, 400 * MIB) | {"cpu": 64 * MIB}
     spread = Spread(made, tuple(names), overhead)
     options = tuple(Option(name, spread.need({name: made.places})) for name in names)
-    return Request("new", options, chance.random() < 0.1, spread)
+    fit = Fit(chance.choice([(), *((step,) for step in FitStep), tuple(FitStep)]), min_context=2048)
+    return Request("new", options, chance.random() < 0.1, spread, fit)
 
 
 def _policy(chance: random.Random, held: int) -> Policy:

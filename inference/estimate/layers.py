@@ -58,7 +58,7 @@ class Layers:
         """The number of layers to place: the repeating ones and the head."""
         return len(self.sizes) + 1
 
-    @property
+    @cached_property
     def offloaded(self) -> int:
         """The number of `places` on accelerators."""
         wanted = self.parameters.gpu_layers
@@ -119,7 +119,7 @@ class Layers:
         cells = self.parameters.mask_cells
         return min(self.compute_bytes, cells * min(self.parameters.ubatch, cells) * 2)
 
-    @property
+    @cached_property
     def copies_bytes(self) -> int:
         """Additional bytes on each device and the host when several accelerators share the model.
 
@@ -164,7 +164,7 @@ class Layers:
         return replace(
             self,
             parameters=now,
-            sizes=tuple(map(shrunken, self.sizes)),
+            sizes=tuple(map(shrunken, self.sizes)) if ratio < 1 else self.sizes,
             compute_bytes=self.compute_bytes - less,
         )
 

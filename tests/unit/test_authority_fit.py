@@ -123,6 +123,12 @@ def test_dry_run_of_fit_has_the_cost_of_each_step() -> None:
     assert (step["step"], step["settings"]) == ("experts", {"experts": 2})
     assert step["saved_bytes"] == {"gpu-0": 600 * MIB, CPU: -600 * MIB}
     assert step["tokens_per_second"] is None
+    both = world.plan("a", fit="auto", min_context=1024)
+    assert both.changes == {"context_length": 1024, "experts": 2}
+    assert [(step["step"], step["settings"]) for step in both.steps] == [
+        ("context", {"context_length": 1024}), ("experts", {"experts": 2}),
+    ]  # fmt: skip
+    assert [step["saved_bytes"]["gpu-0"] for step in both.steps] == [0, 600 * MIB]
     layers = world.plan("a", fit="layers")
     assert layers.changes == {"gpu_layers": 3}
 

@@ -140,6 +140,8 @@ class Ledger:
 
     loaded_bytes: int = field(default=0, init=False, compare=False, repr=False)
     """The sum over all devices and phases, without caches and exempt bytes."""
+    _rooms: dict[str, tuple[int, str]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The results of `room` for holdings that are not exempt; a search for smaller settings needs them again."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
@@ -189,7 +191,12 @@ class Ledger:
 
         Caches count as available.
         """
-        return self._room(self._account(device), self._sums(device), exempt=exempt)
+        if exempt or device not in self._rooms:
+            found = self._room(self._account(device), self._sums(device), exempt=exempt)
+            if exempt:
+                return found
+            self._rooms[device] = found
+        return self._rooms[device]
 
     def account_of(self, device: str) -> str:
         """The account of `device`: its own, or that of the memory it shares."""
