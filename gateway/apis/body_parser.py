@@ -7,15 +7,13 @@ attack. Every step is linear in the size of the body.
 from __future__ import annotations
 
 import functools
-import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import orjson
 
 from gateway.errors import RequestError
-from headgate.shared.bodies.body_decoder import InvalidBodyError
+from headgate.shared.bodies.body_decoder import InvalidBodyError, not_finite
 from inference.protocol import Code
 
 MAX_NESTING = 100
@@ -58,9 +56,8 @@ def parse_json(raw: bytes) -> dict[str, Any]:
             raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
         if "depth limit" in str(error):
             raise RequestError(Code.INVALID_JSON, _TOO_DEEP) from None
-        raise RequestError(
-            Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
-        ) from error
+        param = not_finite(raw) if len(raw) <= _EXPLAINED_BYTES else None
+        raise RequestError(Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=param) from error
     if not isinstance(body, dict):
         raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
     if raw.count(b"{") + raw.count(b"[") > MAX_NESTING:
@@ -86,19 +83,6 @@ def refused_body(raw: bytes) -> RefusedBody | None:
         fields = {}
     model = fields.get("model")
     return RefusedBody(model if isinstance(model, str) else "", fields.get("stream") is True, fields)
-
-
-def _not_a_number(raw: bytes) -> str | None:
-    """The top-level field that contains NaN or Infinity; JSON does not allow them."""
-    if len(raw) > _EXPLAINED_BYTES:
-        return None
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(body, dict):
-        return None
-    return next((name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)), None)
 
 
 def check_count(raw: bytes) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -75,6 +77,16 @@ class InvalidBodyError(Exception):
         self.message = message
         self.param = param
         self.code = code
+
+
+def not_finite(raw: bytes) -> str | None:
+    """The top-level field of a JSON object that has NaN or Infinity, which Python writes and JSON does not allow."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    fields = body.items() if isinstance(body, dict) else ()
+    return next((name for name, value in fields if isinstance(value, float) and not math.isfinite(value)), None)
 
 
 def refuse(param: str, message: str, code: str = INVALID) -> NoReturn:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeVar
 
 import orjson
 
-from headgate.shared.bodies.body_decoder import Extensible, InvalidBodyError
+from headgate.shared.bodies.body_decoder import Extensible, InvalidBodyError, not_finite
 from inference.protocol import Code
 from inference.worker import malloc_trim
 from inference.worker.api.worker_exchange import Exchange
@@ -79,17 +77,9 @@ def parse(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        problem = str(error)
-    try:
-        # Python's JSON writer produces NaN and Infinity; the error names the parameter that holds one.
-        lenient = json.loads(raw)
-    except (ValueError, RecursionError):
-        lenient = None
-    if isinstance(lenient, dict):
-        for name, value in lenient.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadRequestError(f"{name[:80]} must be a finite number", name[:80])
-    raise BadRequestError(f"the body is not valid JSON: {problem}", code=Code.INVALID_JSON)
+        if (name := not_finite(raw)) is not None:
+            raise BadRequestError(f"{name[:80]} must be a finite number", name[:80]) from None
+        raise BadRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from None
 
 
 def typed(body: Any, decode: Callable[[Mapping[str, Any]], T], facts: Facts) -> T:
