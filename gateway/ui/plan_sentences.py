@@ -30,7 +30,7 @@ def load(model: str, plan: Mapping[str, Any], devices: Mapping[str, Mapping[str,
     if plan["result"] == "CANT_ACCOMMODATE":
         sentences = [f"{model} cannot be loaded now: {plan.get('reason') or 'no reason given'}."]
         if waits_for := plan.get("waits_for"):
-            sentences.append(f"It waits for memory of {_listed(waits_for)}.")
+            sentences.append(f"It waits for memory of {' and '.join(waits_for)}.")
         if fix := plan.get("fix"):
             sentences.append(f"It would fit with {_settings(fix)}.")
         return Forecast(False, sentences)
@@ -79,7 +79,7 @@ def move(status: ModelStatus, device: Mapping[str, Any]) -> Forecast:
         return Forecast(False, [f"{target} is {device['state']}."])
     room, need = device["ledger"]["room_bytes"], status.actual_bytes
     amount = "" if need is None else f": {format_bytes(need)} of {format_bytes(room)} free there"
-    sentences = [f"Moves {status.id} from {_listed(status.devices)} to {target}{amount}."]
+    sentences = [f"Moves {status.id} from {' and '.join(status.devices)} to {target}{amount}."]
     if need is not None and need > room:
         sentences.append(f"Idle models on {target} are evicted if that is enough; otherwise it stays where it is.")
     return Forecast(True, [*sentences, *_waits(status)])
@@ -105,11 +105,7 @@ def _waits(status: ModelStatus) -> list[str]:
 
 def _from(status: ModelStatus) -> str:
     freed = "" if status.actual_bytes is None else f": {format_bytes(status.actual_bytes)} become free"
-    return f" from {_listed(status.devices)}{freed}" if status.devices else freed
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(names)
+    return f" from {' and '.join(status.devices)}{freed}" if status.devices else freed
 
 
 def _settings(changes: Mapping[str, Any]) -> str:

@@ -151,9 +151,9 @@ def arguments_of(tool: Tool) -> Json:
     return Json({"type": "object", **tool.parameters}, tool.strict, closed=True)
 
 
-def quoted(name: str) -> str:
-    """A name as a JSON string."""
-    return json.dumps(name, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """A text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def one_of(parts: Sequence[Form]) -> Form:

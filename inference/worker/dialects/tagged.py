@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from inference.worker.dialects.answer_parts import Tool
+from inference.worker.dialects.dialect import quoted
 from inference.worker.dialects.forms import AnyText, Form, Json, OneOf, Repeat
 from inference.worker.dialects.forms import Literal as Exactly
 from inference.worker.dialects.reading import CallReader, Markers, NoCallError, Steps
@@ -140,7 +141,7 @@ class TaggedReader(CallReader):
 
         `types` are the known types of the value; a value that may be JSON or a text is JSON of these types only.
         """
-        self.out.arguments(f"{', ' if self._count else ''}{_quoted(key)}: ")
+        self.out.arguments(f"{', ' if self._count else ''}{quoted(key)}: ")
         self._count += 1
         if kind == "text":
             yield from self._text_value(end)
@@ -175,7 +176,7 @@ class TaggedReader(CallReader):
         self.out.arguments(_json(_as_meant("".join(pieces), types), types if kind == "either" else ()))
 
     def _escaped(self, stop: int) -> None:
-        self.out.arguments(_quoted(self._text[self._at : stop])[1:-1])
+        self.out.arguments(quoted(self._text[self._at : stop])[1:-1])
         self._at = stop
 
 
@@ -187,7 +188,7 @@ def _as_meant(text: str, types: Collection[str]) -> str:
 
 def _json(text: str, types: Collection[str]) -> str:
     """The value as JSON."""
-    return text.strip() if _is_json(text, types) else _quoted(text)
+    return text.strip() if _is_json(text, types) else quoted(text)
 
 
 def _is_json(text: str, types: Collection[str]) -> bool:
@@ -202,7 +203,3 @@ def _is_json(text: str, types: Collection[str]) -> bool:
 
 def _no_number(_text: str) -> None:
     raise ValueError
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
