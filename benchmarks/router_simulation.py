@@ -88,7 +88,7 @@ class Node:
         self.residents: dict[str, Resident] = {}
         self.cache: OrderedDict[str, tuple[int, tuple[str, ...]]] = OrderedDict()
         """Tokens and labels by conversation, or by system prompt."""
-        self.changed: list[set[str]] = [set() for _ in range(GATEWAYS)]
+        self.changed: list[dict[str, None]] = [{} for _ in range(GATEWAYS)]
         self.running: dict[Request, None] = {}
         self.is_up, self.up_since, self.up_seconds = True, 0.0, 0.0
         self.in_flight, self.changed_at, self.area = 0, 0.0, 0.0
@@ -96,7 +96,7 @@ class Node:
     def note(self, model: str) -> None:
         """The state of a model has changed."""
         for models in self.changed:
-            models.add(model)
+            models[model] = None
 
     def add(self, requests: int, now: float, since: float) -> None:
         """Adds to the requests in flight; their integral begins at `since`."""
@@ -370,10 +370,10 @@ class Simulation:
         node.cache[talk.key] = (tokens, labels)
         node.cache.move_to_end(talk.system)
         node.cache.move_to_end(talk.key)
-        removed = tuple(set(before).difference(labels))
+        removed = _without(before, labels)
         while len(node.cache) > CACHED_CONVERSATIONS:
             removed += node.cache.popitem(last=False)[1][1]
-        self.at(EVENT_SECONDS, self.report, node, tuple(set(labels).difference(before)), removed)
+        self.at(EVENT_SECONDS, self.report, node, _without(labels, before), removed)
 
     # --- what gateways learn -----------------------------------------------------------------------------------------
     def poll(self, gateway: Gateway, node: Node) -> None:
@@ -438,6 +438,11 @@ class Simulation:
         """Mean requests in flight of each node that was up for half of the measured time, in ascending order."""
         up = [node for node in self.nodes.values() if node.up_seconds >= MEASURED_SECONDS / 2]
         return sorted(node.area / node.up_seconds for node in up)
+
+
+def _without(labels: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    """`labels` that are not in `others`, in their order: that of a set depends on the process."""
+    return tuple([label for label in labels if label not in others])
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -68,7 +68,9 @@ class Store:
             self._pool = ConnectionPool.from_url(url, **_OPTIONS, **keepalive)
             self._pool.make_connection()  # type: ignore[no-untyped-call]  # it does not connect yet
         except (TypeError, ValueError) as error:
-            raise HeadgateError(f"`state: {shown(url)}` of gateway.yaml cannot be used: {error}") from None
+            unknown = str(error).partition("unexpected keyword argument ")[2]
+            why = f"unknown option {unknown} after `?`" if unknown else str(error)
+            raise HeadgateError(f"`state: {shown(url)}` of gateway.yaml cannot be used: {why}") from None
         self.channel = CHANNEL + str(self._pool.connection_kwargs.get("db") or 0)
         """The channel of published messages."""
         self._on_lost = on_lost

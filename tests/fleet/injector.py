@@ -52,6 +52,8 @@ MOST_PAUSE_SECONDS = 40.0
 """The longest time without a probe: it is multiplied by 8 for each recovery that proved false."""
 OBSERVED_SECONDS = 4.0
 """Several open periods of a breaker."""
+SHARED_SECONDS = 1.5
+"""Longer than a heartbeat: each gateway knows the use of a key at the others."""
 ASKED_PER_GATEWAY = 8
 """Requests with a limited key; all together more than it may send."""
 FAILING = (b"POST /v1/chat/completions ",)
@@ -346,23 +348,29 @@ class Injector:
             self._violate(judge.LIMITED, f"{admitted} admitted in {seconds:.2f} s of {LIMIT_PER_MINUTE} to {most}")
 
     async def _limits_alone(self, event: Event) -> None:
-        """Without the store they admit one part more at most, each its own."""
+        """Without the store they admit one part more at most, each its own; the store then knows all of them."""
+        key = limited_key(next(self._keys))
         async with self._whole():
+            began = self.clock()
+            before, _ = await self._burst(key, 1)
+            await asyncio.sleep(SHARED_SECONDS)
             await self.fleet.stop(self.fleet.store)
-            admitted, seconds = await self._burst(limited_key(next(self._keys)))
+            alone, _ = await self._burst(key)
             await self.fleet.start_store(empty=event.draw < 0.5)
             await self._store_is_used()
+            after, _ = await self._burst(key)
+        admitted, seconds = before + alone + after, self.clock() - began
         self.admitted["without"].append(admitted)
         most = judge.most_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=True)
         if not 1 <= admitted <= most:
             self._violate(judge.LIMITED, f"without store: {admitted} admitted in {seconds:.2f} s of 1 to {most}")
 
-    async def _burst(self, key: str) -> tuple[int, float]:
-        """Sends more requests than the limit allows; returns the number of admitted ones and the seconds."""
+    async def _burst(self, key: str, asked: int = ASKED_PER_GATEWAY) -> tuple[int, float]:
+        """Sends requests through all gateways; returns the number of admitted ones and the seconds."""
         began = self.clock()
 
         async def ask(number: int) -> int:
-            return sum([await self.load.admitted(number, key) for _ in range(ASKED_PER_GATEWAY)])
+            return sum([await self.load.admitted(number, key) for _ in range(asked)])
 
         admitted = await asyncio.gather(*(ask(number) for number in range(len(self.fleet.gateways))))
         return sum(admitted), self.clock() - began
