@@ -84,7 +84,7 @@ async def fake() -> AsyncIterator[FakeInference]:
 async def gateway(tmp_path: Path, fake: FakeInference, image_server: ImageServer) -> AsyncIterator[Gateway]:
     """Every name resolves to the server, which counts as public; `secret.example` also has a private address."""
     hosts = f"[mill.example:{image_server.port}, secret.example:{image_server.port}, both.example:{image_server.port}]"
-    config = CONFIG + f"images: {{hosts: {hosts}, max_bytes: 100KB, timeout: 300ms}}\n"
+    config = CONFIG + f"images: {{hosts: {hosts}, max_bytes: 100KB, timeout: 1500ms}}\n"
 
     async def resolve(host: str, port: int) -> list[str]:
         if host == "both.example":
@@ -129,7 +129,7 @@ async def test_image_is_fetched_once_and_sent_to_the_tier(
         ("lie", "not a PNG, JPEG, GIF or WebP"),
         ("packed", "not an uncompressed image"),
         ("huge", "larger than 100000 bytes (images.max_bytes)"),
-        ("silent", "within 0.3 s (images.timeout)"),
+        ("silent", "within 1.5 s (images.timeout)"),
     ],
 )
 async def test_url_without_an_image_in_time_is_a_client_error(
