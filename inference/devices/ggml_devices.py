@@ -49,11 +49,12 @@ class GgmlProbe(Probe):
         environ: Mapping[str, str] = os.environ,
         *,
         root: Path = Path("/"),
+        nvml: NvmlReader | None = None,
         probe: Listing | None = None,
     ) -> None:
         self._environ = environ
         self._root = root
-        self._nvml = NvmlReader()
+        self._nvml = nvml or NvmlReader()
         self._list = probe or _probe
         self._pci: dict[str, str] = {}
         self._readings: tuple[Reading, ...] = ()

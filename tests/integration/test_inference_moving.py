@@ -58,7 +58,7 @@ async def test_move_that_does_not_fit_is_refused_with_numbers_without_changes(st
     assert (shortage.device, shortage.need_bytes) == ("gpu-1", 100 * MIB)
     assert model.state is ModelState.READY
     assert model.running.worker.pid == pid
-    for name, device, why in (("a", "gpu-7", "unknown device"), ("b", "gpu-0", "no accelerator")):
+    for name, device, why in (("a", "gpu-7", "unknown device"), ("b", "gpu-0", "its gpu_layers is 0")):
         with pytest.raises(InvalidRequestError, match=why):
             await authority.move(authority.resolve(name), device)
 

@@ -322,7 +322,7 @@ def test_sequences_of_another_form_of_the_model_are_removed(
         opened.wait(lambda: True)
         assert len(opened.store.catalog) == 0
         opened.wait(lambda: resident(keep) == 0)
-        assert len([text for text in caplog.messages if "another form" in text]) == 1
+        assert len([text for text in caplog.messages if "with another file or other settings" in text]) == 1
     with rig.store(keep, **disk) as opened:
         opened.wait(lambda: len(opened.store.catalog) == 2)
 
@@ -350,7 +350,7 @@ def test_a_worker_without_its_memory_uses_its_own(rig: StoreRig, caplog: pytest.
         sequence = saved(rig, opened, 1)
         rig.context.remove(0)
         assert opened.store.load(0, sequence, [])
-    assert "end with this worker" in caplog.text
+    assert "stored sequences are lost when this worker ends" in caplog.text
 
 
 def test_sequences_in_memory_get_files_from_the_next_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from gateway.errors import GatewayError, UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
+from gateway.providers.registry import Registry
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
@@ -107,7 +108,7 @@ async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes
 
     view = InferenceView(fetch)
     await view.refresh()
-    gateway = GatewayState(config, providers, Breakers(Rule()), view, Counter(lambda _: count), Telemetry())  # type: ignore[arg-type]
+    gateway = GatewayState(config, Registry(providers), Breakers(Rule()), view, Counter(lambda _: count), Telemetry())  # type: ignore[arg-type]
     limit = "" if max_tokens is None else f',"max_tokens":{max_tokens}'
     request = parse(Endpoint.COMPLETIONS, f'{{"model":"m","prompt":"{TEXT}"{limit}}}'.encode())
     record = Record("id", 0.0, "/v1/completions")

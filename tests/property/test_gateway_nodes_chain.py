@@ -25,6 +25,7 @@ from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.candidate_facts import LikelyFailure
 from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
+from gateway.providers.registry import Registry
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import MOST_BREAKS, ChainRunner
 from gateway.routing.explain_record import Record
@@ -93,7 +94,7 @@ async def _ask(
     providers: Any = {node.key: node.provider for node in nodes.values()} | {"cloud": Provider("cloud", {}, tried)}
     placement = ColdPlacement(lambda: cast(Any, None), cast(Any, None))
     gateway = GatewayState(
-        config, providers, breakers, FleetView(nodes), Counter(cast(Any, None)), Telemetry(), 0, nodes,
+        config, Registry(providers), breakers, FleetView(nodes), Counter(cast(Any, None)), Telemetry(), 0, nodes,
         Prefixes("secret"), placement,
     )  # fmt: skip
     request = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"hello"}')

@@ -50,12 +50,10 @@ class InstantWorker:
             self.progress = 1.0
             self.ready.set_result(ready)
 
-    def use_threads(self, count: int) -> None:
-        """Records the number."""
-        self.threads = count
-
-    def limit_kv(self, ram_bytes: int) -> None:
-        """Nothing is stored."""
+    def send(self, message: worker_link.Message) -> None:
+        """Records the number of threads."""
+        if isinstance(message, worker_link.Threads):
+            self.threads = message.count
 
     def stop(self) -> None:
         """Ends with status 0."""
