@@ -220,7 +220,7 @@ class Runtime:
         async with self._reloading:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
             keys = self._keys(config)
-            clouds = await registry.build(config, self._registry)
+            clouds = await registry.build(config, self._registry, self.config.providers)
             inference = await self.inference.prepare(config.inference)
             changed = settings_loading.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]

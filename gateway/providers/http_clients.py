@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractResolver
 
 from gateway.providers.cloud_http import CloudHttp
 from headgate.shared import hop
+from headgate.shared.errors import HeadgateError
 
 KEEPALIVE_SECONDS = 30.0
 """Of connections to clouds."""
@@ -73,7 +74,7 @@ def make_cloud_http(url: str) -> CloudHttp:
 
     The number of connections is not limited, because admission limits the calls, and a wait for a free connection would
     look like a fault of the provider. Certificates are always verified. The proxy is the one that the environment names
-    for the host now (`HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY`).
+    for the host now (`HTTPS_PROXY`, `ALL_PROXY`, `NO_PROXY`). Raises HeadgateError for another kind of proxy than HTTP.
     """
     return CloudHttp(partial(_make_cloud_session, httpx2.create_ssl_context(), _proxy_of(url)))
 
@@ -82,7 +83,15 @@ def _proxy_of(url: str) -> str | None:
     parts, proxies = urlsplit(url), getproxies()
     if not proxies or proxy_bypass(parts.hostname or ""):
         return None
-    return proxies.get(parts.scheme) or proxies.get("all")
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and "://" not in proxy:
+        proxy = f"http://{proxy}"
+    if proxy and urlsplit(proxy).scheme not in ("http", "https"):
+        raise HeadgateError(
+            f"the proxy of the environment for {parts.hostname} is not an HTTP proxy; set "
+            f"{parts.scheme.upper()}_PROXY to one, or add the host to NO_PROXY"
+        )
+    return proxy
 
 
 def _make_cloud_session(trust: SSLContext, proxy: str | None) -> aiohttp.ClientSession:

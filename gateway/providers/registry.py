@@ -6,8 +6,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 from gateway.breaker.outcome import is_local
 from gateway.providers.http_clients import make_cloud_http
@@ -15,6 +14,7 @@ from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
 from gateway.settings import GatewayConfig, ProviderSettings
 from headgate.shared.configfile import unset_name
+from headgate.shared.errors import HeadgateError
 from headgate.shared.log import quiet
 
 log = logging.getLogger("gateway.providers")
@@ -27,18 +27,14 @@ _SDKS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The providers by key: clouds by name, inference services by `provider_key`. Clouds without a key are missing.
-
-    `_made_from` holds the settings of each cloud, so that a reload keeps the connections of unchanged ones.
-    """
+    """The providers by key: clouds by name, inference services by `provider_key`. Clouds without a key are missing."""
 
     providers: Mapping[str, Provider]
-    _made_from: Mapping[str, Any] = field(default_factory=dict)
 
     def with_nodes(self, nodes: Mapping[str, LocalProvider]) -> Registry:
         """The same clouds with these inference services."""
         clouds = {key: provider for key, provider in self.providers.items() if not is_local(key)}
-        return replace(self, providers={**nodes, **clouds})
+        return Registry({**nodes, **clouds})
 
     def gone(self, newer: Registry) -> list[Provider]:
         """Providers of this registry that `newer` no longer uses."""
@@ -46,24 +42,28 @@ class Registry:
         return [provider for provider in self.providers.values() if id(provider) not in kept]
 
 
-async def build(config: GatewayConfig, old: Registry | None = None) -> Registry:
-    """The clouds of `config`; one without an API key is left out with a log line.
+async def build(
+    config: GatewayConfig, old: Registry | None = None, old_settings: Mapping[str, ProviderSettings] | None = None
+) -> Registry:
+    """The clouds of `config`; one without an API key or with an unusable proxy is left out with a log line.
 
-    SDKs are imported in a thread, because that takes seconds.
+    Clouds of `old` whose settings have not changed keep their connections. SDKs are imported in a thread, because that
+    takes seconds.
     """
     providers: dict[str, Provider] = {}
-    made_from: dict[str, Any] = {}
     for name, settings in config.providers.items():
         if (variable := unset_name(settings.api_key)) is not None or not settings.api_key:
             reason = f"{variable} is not set" if variable else "its api_key is empty"
             log.info("provider %s is not available: %s; its entries in chains are skipped", name, reason)
             continue
-        made_from[name] = settings
-        if old is not None and old._made_from.get(name) == made_from[name]:
+        if old is not None and name in old.providers and (old_settings or {}).get(name) == settings:
             providers[name] = old.providers[name]
-        else:
+            continue
+        try:
             providers[name] = await _build_sdk(name, settings)
-    return Registry(providers, made_from)
+        except HeadgateError as error:
+            log.warning("provider %s is not available: %s; its entries in chains are skipped", name, error)
+    return Registry(providers)
 
 
 async def _build_sdk(name: str, settings: ProviderSettings) -> Provider:

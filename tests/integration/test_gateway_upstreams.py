@@ -15,12 +15,14 @@ from aiohttp import web
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers import registry
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_cloud_http, make_local_session
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import Provider
 from gateway.providers.provider_errors import status_error
+from gateway.settings import GatewayConfig
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
 from tests.rigs.tls import CERTIFICATE, server_context
@@ -153,9 +155,24 @@ async def test_proxy_of_the_environment_is_used_for_clouds_only(
         assert (await _failure(_openai("http://cloud.example"))).status == 418
         assert (await _failure(_anthropic("http://cloud.example"))).status == 418
         assert (await _failure(_local("http://127.0.0.1:9"))).kind is UpstreamKind.CONNECT
+        monkeypatch.setenv("http_proxy", proxy.removeprefix("http://"))
+        assert (await _failure(_openai("http://cloud.example"))).status == 418
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert (await _failure(_openai("http://127.0.0.1:9"))).kind is UpstreamKind.CONNECT
-    assert met == ["cloud.example"] * 2
+    assert met == ["cloud.example"] * 3
+
+
+async def test_cloud_whose_proxy_is_not_one_for_http_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It must not be asked without the proxy."""
+    for name in ("NO_PROXY", "no_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    cloud = {"kind": "openai", "api_key": SECRET, "base_url": "https://cloud.example/v1"}
+    built = await registry.build(GatewayConfig.model_validate({"providers": {"cloud": cloud}}))
+    assert built.providers == {}
+    assert "cloud.example is not an HTTP proxy; set HTTPS_PROXY to one" in caplog.text
 
 
 async def test_requests_cannot_choose_the_upstream_address(tmp_path: Path) -> None:
