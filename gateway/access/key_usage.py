@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
@@ -31,17 +31,15 @@ _LIMIT_NAMES = {
 
 
 class _Loss(NamedTuple):
-    """The accounts when the store was lost, each with the share of this gateway; what was added since then is merged
-    when the store is back.
-    """
+    """The account of a key when the store was lost: the share of this gateway, which was one of `gateways`."""
 
-    at: float = 0.0
+    account: core.Account
+    at: float
     gateways: int = 1
-    accounts: Mapping[str, core.Account] = {}
 
-    def of_all(self, name: str) -> core.Account:
-        """The account of a key at all gateways."""
-        own = self.accounts.get(name, core.Account())
+    def of_all(self) -> core.Account:
+        """The account of the key at all gateways."""
+        own = self.account
         return replace(own, requests=own.requests * self.gateways, tokens=own.tokens * self.gateways)
 
 
@@ -61,7 +59,8 @@ class Limiter:
         self._accounts: dict[str, core.Account] = {}
         self._limits: dict[str, core.Limits] = {}
         self._shared = shared
-        self._loss = _Loss()
+        self._losses: dict[str, _Loss] = {}
+        """By key, until what was added since then is merged into the store."""
         if shared is not None:
             shared.state.on_down.append(self._on_down)
             shared.state.on_up.append(self._on_up)
@@ -169,25 +168,27 @@ class Limiter:
         return own
 
     def _on_down(self) -> None:
+        """Keeps what was there, unless an earlier loss is not merged yet."""
         assert self._shared is not None
-        self._loss = _Loss(self._clock(), self._shared.state.gateways, dict(self._accounts))
+        for name, account in self._accounts.items():
+            self._losses.setdefault(name, _Loss(account, self._clock(), self._shared.state.gateways))
 
     async def _on_up(self) -> None:
-        """Adds what was used while the store was lost."""
+        """Adds what was used while the store was lost; raises StoreLostError when it is lost again."""
         assert self._shared is not None
-        loss, self._loss = self._loss, _Loss()
         now = self._clock()
         for name, account in tuple(self._accounts.items()):
             limits = self._limits.get(name, core.NO_LIMITS)
             if limits.is_any:
-                own = self._own(limits)
-                used = core.settled(account, own, now)
-                before = core.settled(loss.accounts.get(name, core.Account()), own, now)
+                own, loss = self._own(limits), self._losses.setdefault(name, _Loss(core.Account(), now))
+                used, before = core.settled(account, own, now), core.settled(loss.account, own, now)
                 added = (max(0.0, used.requests - before.requests), max(0.0, used.tokens - before.tokens))
-                left = core.settled(loss.of_all(name), limits, now)
+                left = core.settled(loss.of_all(), limits, now)
                 outage = Outage(loss.at, (left.requests, left.tokens), added)
                 running = self._accounts.get(name, account).running  # some may have ended while others were merged
                 await self._shared.merge(name, limits, outage, running)
+            self._losses.pop(name, None)
+        self._losses.clear()
 
     async def _on_tick(self) -> None:
         """Keeps the shares current for keys that other gateways serve."""

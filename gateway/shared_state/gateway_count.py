@@ -6,6 +6,8 @@ The file is read and written in a thread.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from headgate.shared.state_directory import StateDir
@@ -14,15 +16,19 @@ from headgate.shared.state_files import StateFileWriter, load_state_file
 NAME = "gateways.json"
 MAX_BYTES = 4096
 MOST_GATEWAYS = 10_000
+HOLD_SECONDS = 300.0
+"""How long a smaller number holds before it is stored: gateways that stop together leave one after the other."""
 
 
 class GatewayCountFile:
     """The file of one gateway."""
 
-    def __init__(self, directory: StateDir) -> None:
+    def __init__(self, directory: StateDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = directory.root / NAME
         self._writer = StateFileWriter("the number of gateways")
+        self._clock = clock
         self._stored: int | None = None
+        self._fewer_since: float | None = None
         self._writing: asyncio.Task[None] | None = None
 
     async def load(self) -> int:
@@ -32,7 +38,16 @@ class GatewayCountFile:
         return self._stored or 1
 
     def note(self, count: int) -> None:
-        """Stores a new number in the background. While a write runs nothing happens: call it again later."""
+        """Stores a new number in the background, a smaller one after HOLD_SECONDS. Call it again and again: while a
+        write runs nothing happens.
+        """
+        if self._stored is None or count >= self._stored:
+            self._fewer_since = None
+        else:
+            if self._fewer_since is None:
+                self._fewer_since = self._clock()
+            if self._clock() - self._fewer_since < HOLD_SECONDS:
+                return
         if count != self._stored and (self._writing is None or self._writing.done()):
             self._writing = asyncio.create_task(self._write(count))
 

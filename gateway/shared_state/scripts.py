@@ -46,7 +46,7 @@ def fence_key(name: str) -> str:
 
 
 def usage_key(name: str) -> str:
-    """Hash: requests and tokens of a key's limits, when they were computed (`at`) and created (`since`)."""
+    """Hash: requests and tokens of a key's limits, the time of that (`at`), and when the hash was created (`since`)."""
     return USAGE + name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import AsyncIterator
@@ -17,9 +18,9 @@ from gateway.access import rate_limits as core
 from gateway.access.authentication import Key
 from gateway.access.key_usage import Limiter, Meter
 from gateway.access.rate_limits import Limits
-from gateway.access.shared_limits import SharedLimits, share_of
-from gateway.errors import RefusedError
-from gateway.shared_state.gateway_count import NAME, GatewayCountFile
+from gateway.access.shared_limits import Outage, SharedLimits, share_of
+from gateway.errors import RefusedError, StoreLostError
+from gateway.shared_state.gateway_count import HOLD_SECONDS, NAME, GatewayCountFile
 from gateway.shared_state.scripts import usage_key
 from gateway.shared_state.shared_state import SharedState
 from gateway.telemetry.gateway_metrics import Telemetry
@@ -241,6 +242,25 @@ async def test_gateway_that_starts_without_the_store_allows_its_share_of_the_las
             server.start()
 
 
+async def test_smaller_number_of_gateways_is_stored_after_it_has_held(tmp_path: Path) -> None:
+    """Gateways that stop together leave one after the other, and must not start as if each were alone."""
+    now = 0.0
+    file = GatewayCountFile(StateDir(tmp_path), clock=lambda: now)
+    await file.load()
+
+    def stored(count: int, expected: int) -> bool:
+        file.note(count)
+        return (tmp_path / NAME).is_file() and json.loads((tmp_path / NAME).read_text())["gateways"] == expected
+
+    await until(lambda: stored(3, 3))
+    now += 1
+    await asyncio.sleep(0.1)  # as long as several writes
+    assert stored(1, 3)
+    now += HOLD_SECONDS
+    await until(lambda: stored(2, 2))
+    await file.close()
+
+
 async def test_request_that_ends_while_the_accounts_are_merged_is_not_listed_again() -> None:
     """It would count as running for ever."""
 
@@ -265,6 +285,36 @@ async def test_request_that_ends_while_the_accounts_are_merged_is_not_listed_aga
     meters = {name: await found.enter(Limits(concurrent=2), name=name) for name in ("a", "b")}
     await shared.state.on_up[0]()
     assert shared.running == {"a": 1, "b": 0}
+
+
+async def test_use_of_an_outage_is_merged_after_another_one_interrupts_the_merge() -> None:
+    class Shared:
+        def __init__(self) -> None:
+            self.state = SimpleNamespace(on_down=[], on_up=[], on_tick=[], gateways=2)
+            self.added: dict[str, float] = {}
+            self.fails = True
+
+        async def enter(self, *_: Any) -> None:
+            return None  # the store is lost
+
+        async def merge(self, name: str, limits: Limits, outage: Outage, running: object) -> None:
+            if name == "b" and self.fails:
+                raise StoreLostError("gone again")
+            self.added[name] = outage.added[0]
+
+    shared: Any = Shared()
+    found = Gateways([Limiter(Telemetry(), shared=shared)], [])
+    limits = Limits(requests_per_minute=12)
+    shared.state.on_down[0]()
+    for name in ("a", "a", "b", "b"):
+        await found.enter(limits, name=name)
+    with pytest.raises(StoreLostError):
+        await shared.state.on_up[0]()
+    shared.state.on_down[0]()
+    shared.fails = False
+    await found.enter(limits, name="b")
+    await shared.state.on_up[0]()
+    assert {name: round(count) for name, count in shared.added.items()} == {"a": 0, "b": 3}
 
 
 async def test_one_gateway_without_the_store_adds_at_most_its_share(server: RedisServer) -> None:
