@@ -118,17 +118,31 @@ def test_slack_is_below_the_tolerance_of_the_pressure_levels() -> None:
 def test_figure_of_a_process_decides_also_while_it_is_idle() -> None:
     idle = occupant("a", 1000, process_bytes=1500 * MIB)
     busy = occupant("b", 8000, process_bytes=8001 * MIB, active_at=1.0)
-    assert attributed(700, 200, idle, busy) == ({"a": 500}, 200)
+    assert attributed(700, 200, idle, busy) == ({"a": 500}, 199), "one is the small growth of b"
 
 
 def test_small_growth_of_several_models_is_booked_when_it_is_large_together() -> None:
     """Else it would look like growth of other programs."""
     grown = [occupant(name, 1000, process_bytes=(1000 + more) * MIB) for name, more in (("a", 25), ("b", 39))]
-    assert attributed(64, 0, *grown) == ({}, 64)
+    assert attributed(64, 0, *grown) == ({}, 0)
     found = attribute(64 * MIB, 0, grown, SLACK, is_settled=True)
     assert found.small_bytes == 64 * MIB
     third = occupant("c", 1000, process_bytes=1010 * MIB)
-    assert attributed(74, 0, *grown, third) == ({"a": 25, "b": 39}, 10)
+    assert attributed(74, 0, *grown, third) == ({"a": 25, "b": 39}, 0)
+
+
+def test_model_without_a_figure_does_not_pay_for_small_growth_that_figures_show() -> None:
+    known = occupant("a", 1000, process_bytes=1040 * MIB)
+    assert attributed(70, 0, known, occupant("b", 8000, active_at=1.0)) == ({}, 0)
+    found = attribute(100 * MIB, 0, [known, occupant("b", 8000, active_at=1.0)], SLACK, is_settled=True)
+    assert (found.changes, found.small_bytes) == ((), 100 * MIB), "together they are what is not booked"
+    assert attributed(140, 0, known, occupant("b", 8000, active_at=1.0)) == ({"b": 100}, 0)
+
+
+def test_growth_of_others_does_not_lower_the_size_from_which_a_loss_is_booked() -> None:
+    grown = [occupant(name, 1000, process_bytes=1040 * MIB) for name in ("a", "b")]
+    shrunk = occupant("c", 1000, grown_bytes=100 * MIB, process_bytes=950 * MIB)
+    assert attributed(30, 0, *grown, shrunk)[0] == {"a": 40, "b": 40}
 
 
 def test_rise_without_figures_belongs_to_the_active_model() -> None:

@@ -75,7 +75,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The changes of holdings, and the unexplained bytes that count as foreign from now on.
+    """The changes of holdings, and the bytes that no model explains and that count as foreign from now on.
 
     `small_bytes`: growth of all models that is too small to be booked.
     """
@@ -111,30 +111,38 @@ def attribute(
     `unexplained_bytes`: used minus booked, negative if less is in use than booked. `foreign_bytes`: the last result.
     Without `is_settled`, memory of a loading or ending worker makes `unexplained_bytes` too small: only rises count.
     """
-    grown = [item.process_bytes - item.booked_bytes for item in occupants if item.process_bytes is not None]
-    most = slack if sum(more for more in grown if more > 0) <= slack else slack // len(grown)
-    found = [change for item in occupants if (change := _by_process(item, most)) is not None]
-    small = sum(more for more in grown if 0 < more <= most)
-    rest = unexplained_bytes - sum(change.bytes for change in found)
+    grown = [more for item in occupants if (more := _more(item)) > 0]
+    most = slack if sum(grown) <= slack else slack // len(grown)
+    found = [change for item in occupants if (change := _by_process(item, most, slack)) is not None]
+    small = sum(more for more in grown if more <= most)
+    rest = unexplained_bytes - sum(change.bytes for change in found) - small
     unproven = [item for item in occupants if item.process_bytes is None]
     active = [item for item in unproven if item.active_at is not None]
     rise = rest - foreign_bytes
     if rise > slack:
         by_activity = _by_activity(active, rise)
         return Attribution((*found, *by_activity), foreign_bytes if by_activity else rest, small)
+    if rise > 0 and active:
+        return Attribution(tuple(found), foreign_bytes, small + rise)
     if rise > 0:
-        return Attribution(tuple(found), foreign_bytes if active else rest, rise if active else small)
+        return Attribution(tuple(found), rest, small)
     if not is_settled:
         return Attribution(tuple(found), foreign_bytes, small)
     return Attribution((*found, *_shrunk(unproven, -rest)), max(0, rest), small)
 
 
-def _by_process(item: Occupant, slack: int) -> Change | None:
-    """The change of a model whose process has a figure; it never shrinks below its plan."""
-    if item.process_bytes is None:
-        return None
-    more = item.process_bytes - item.booked_bytes
-    if abs(more) <= slack:
+def _more(item: Occupant) -> int:
+    """What the process of a model uses beyond its bookings; 0 where its figure is unknown."""
+    return 0 if item.process_bytes is None else item.process_bytes - item.booked_bytes
+
+
+def _by_process(item: Occupant, most: int, slack: int) -> Change | None:
+    """The change of a model by the figure of its process: growth above `most`, or a loss above `slack`.
+
+    It never shrinks below its plan.
+    """
+    more = _more(item)
+    if -slack <= more <= most:
         return None
     more = max(more, -item.grown_bytes)
     return Change(item.holding, more, Evidence.PROCESS) if more else None

@@ -112,8 +112,10 @@ def _occupant(state: State, worker: WorkerRecord, reading: Reading, since: float
 
 
 def _book(draft: Draft, reading: Reading, change: Change, spare: int) -> int:
-    """Books a change. Growth that does not fit is booked, and its model leaves, so that no other model pays. Up to
-    `spare` bytes of it remain unexplained, so that further growth adds to them; returns how many.
+    """Books a change; returns the bytes that it left unbooked.
+
+    Growth that does not fit is left unbooked up to `spare` bytes. More is booked, and its model leaves, so that no
+    other model pays.
     """
     worker = next(item for item in draft.state.workers.values() if item.holding == change.holding)
     before = worker.device_growth.get(reading.id)
