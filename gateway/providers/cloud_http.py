@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import aiohttp
 import httpx2
+from aiohttp.http_exceptions import ContentEncodingError
 from yarl import URL
 
 from gateway.errors import UpstreamError, UpstreamKind
@@ -37,8 +38,10 @@ def _kind_of(error: BaseException) -> tuple[UpstreamKind, str]:
     match error:
         case aiohttp.ConnectionTimeoutError():
             return UpstreamKind.CONNECT, "connect timeout to"
-        case aiohttp.ClientConnectorError() | aiohttp.ClientHttpProxyError() | aiohttp.InvalidURL():
+        case aiohttp.ClientConnectorError() | aiohttp.ClientHttpProxyError() | ValueError():  # a bad address or header
             return UpstreamKind.CONNECT, "no connection to"
+        case aiohttp.ClientPayloadError(__cause__=ContentEncodingError()):
+            return UpstreamKind.MALFORMED, "unreadable answer from"
         case TimeoutError():
             return UpstreamKind.TIMEOUT, "timeout while reading from"
     return UpstreamKind.READ, "broken connection to"
@@ -87,7 +90,7 @@ class CloudAnswer:
         """All bytes that have arrived since the last call, at least one; empty at the end. Raises UpstreamError."""
         try:
             return await self._content.readany()
-        except Exception as error:  # the body keeps it: without its frames, which refer to the body, it is no cycle
+        except Exception as error:  # without its frames: they refer to the body, which keeps the error
             raise self._to_error(error) from error.with_traceback(None)
 
     async def body(self, max_bytes: int) -> bytes:
@@ -105,7 +108,7 @@ class CloudAnswer:
         return b"".join(pieces)
 
     async def drain(self) -> None:
-        """Reads the end of the body, for DRAIN_SECONDS at most."""
+        """Reads what is left of a complete answer, usually its last bytes, for DRAIN_SECONDS at most."""
         if not self._content.is_eof():
             with suppress(TimeoutError, UpstreamError):  # the connection is then closed instead of reused
                 async with asyncio.timeout(DRAIN_SECONDS):

@@ -80,6 +80,7 @@ class CloudStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
         self._splitter = SseSplitter()
         self._ready: deque[Frame] = deque()
         self._failure: UpstreamError | None = None
+        self._has_failed = False
         self._over = False
 
     async def __aenter__(self) -> AsyncIterator[Frame]:
@@ -108,8 +109,9 @@ class CloudStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
         while not self._ready:
             failure, self._failure = self._failure, None
             if failure is not None:
+                self._has_failed = True
                 raise failure
-            if self._over:
+            if self._over or self._has_failed:
                 raise StopAsyncIteration
             await self._read()
         return self._ready.popleft()
@@ -121,7 +123,7 @@ class CloudStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
         return frames
 
     async def _read(self) -> None:
-        """Reads once; an error is raised after the frames before it."""
+        """Reads once; the error of a malformed frame is raised after the frames before it."""
         try:
             piece = await self._answer.piece()
         except UpstreamError as error:

@@ -17,7 +17,7 @@ _BOM = b"\xef\xbb\xbf"
 class SseFrame(NamedTuple):
     """One frame. `data` is the joined `data:` lines or None without any; `event` the event type or None.
 
-    `comment` is the bytes of a frame that begins with a comment and has neither, with a blank line.
+    `comment`: the lines of a frame that begins with a comment and has neither, and a blank line.
     """
 
     data: bytes | None = None

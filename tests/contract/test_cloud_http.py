@@ -72,7 +72,6 @@ async def raw_server(*pieces: bytes) -> AsyncIterator[str]:
         (HEAD + b"content-length: 50\r\n\r\n", b"ann"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"3\r\nann\r\n"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"3\r\nann\r\n", b"ann\r\n"),
-        (HEAD + b"content-encoding: gzip\r\ncontent-length: 3\r\n\r\nann",),
         (HEAD + b"ann" * 30_000 + b": 1\r\n\r\n",),
     ],
 )
@@ -81,6 +80,15 @@ async def test_broken_answer_is_an_error_that_quotes_nothing(ask: Ask, pieces: t
         with pytest.raises(UpstreamError, match=r"broken connection to 127\.0\.0\.1: \w+") as caught:
             await ask(url)
     assert caught.value.kind is UpstreamKind.READ
+    assert "ann" not in str(caught.value)
+
+
+async def test_damaged_compression_is_an_unreadable_answer(ask: Ask) -> None:
+    """It concerns the model, not the connection."""
+    async with raw_server(HEAD + b"content-encoding: gzip\r\ncontent-length: 3\r\n\r\nann") as url:
+        with pytest.raises(UpstreamError, match="unreadable answer from") as caught:
+            await ask(url)
+    assert caught.value.kind is UpstreamKind.MALFORMED
     assert "ann" not in str(caught.value)
 
 

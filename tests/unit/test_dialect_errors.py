@@ -188,6 +188,7 @@ KEY = ConnectionKey("h", 443, True, True, None, None, None)
         (ConnectionResetError("reset"), UpstreamKind.READ),
         (aiohttp.ServerDisconnectedError(), UpstreamKind.READ),
         (aiohttp.ClientPayloadError("cut"), UpstreamKind.READ),
+        (ValueError("Newline in a header"), UpstreamKind.CONNECT),
         (RuntimeError("defect"), UpstreamKind.READ),
     ],
 )
