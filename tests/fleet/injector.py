@@ -356,14 +356,21 @@ class Injector:
             await asyncio.sleep(SHARED_SECONDS)
             await self.fleet.stop(self.fleet.store)
             alone, _ = await self._burst(key)
+            lost_for = self.clock() - began
             await self.fleet.start_store(empty=event.draw < 0.5)
             await self._store_is_used()
             after, _ = await self._burst(key)
-        admitted, seconds = before + alone + after, self.clock() - began
-        self.admitted["without"].append(admitted)
-        most = judge.most_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=True)
-        if not 1 <= admitted <= most:
-            self._violate(judge.LIMITED, f"without store: {admitted} admitted in {seconds:.2f} s of 1 to {most}")
+        self.admitted["without"].append(alone)
+        parts = (
+            ("without store", before + alone, lost_for),
+            ("with it again", before + alone + after, self.clock() - began),
+        )
+        for when, admitted, seconds in parts:
+            most = judge.most_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=True)
+            if alone < 1 or admitted > most:
+                self._violate(
+                    judge.LIMITED, f"{when}: {admitted} admitted in {seconds:.2f} s of {most}, {alone} without store"
+                )
 
     async def _burst(self, key: str, asked: int = ASKED_PER_GATEWAY) -> tuple[int, float]:
         """Sends requests through all gateways; returns the number of admitted ones and the seconds."""
