@@ -215,7 +215,7 @@ def experts_rows(
         f"{title}, private host memory",
         "unknown" if process_mb is None else format_bytes(host),
         f"at most {format_bytes(host_planned)} and {format_bytes(GROWTH_SLACK_BYTES)}",
-        reached=host <= host_planned + GROWTH_SLACK_BYTES,
+        reached=process_mb is not None and host <= host_planned + GROWTH_SLACK_BYTES,
     )
     rate = (plan.get("expected") or {}).get("tokens_per_second")
     expectation = "not known before the first run" if rate is None else f"{rate:.1f}"

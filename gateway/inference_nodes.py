@@ -108,6 +108,8 @@ class InferenceNodes:
         self._complete: Membership | None = None
         """The last membership whose list was complete."""
         self._watching: asyncio.Task[None] | None = None
+        self._twins: set[frozenset[str]] = set()
+        """Pairs of names of one service that were reported."""
 
     async def prepare(self, settings: InferenceSettings) -> Prepared:
         """What `use` needs; raises HeadgateError."""
@@ -195,9 +197,12 @@ class InferenceNodes:
             observer.on_event(node.name, kind, data)
 
     def _note_twins(self, node: Node) -> None:
-        """Two names of one service count its places twice."""
+        """Warns once of two names of one service, which count its slots twice."""
         for other in self.fleet.nodes.values():
-            if other is not node and node.epoch is not None and other.epoch == node.epoch:
+            pair = frozenset((other.name, node.name))
+            is_twin = other is not node and node.epoch is not None and other.epoch == node.epoch
+            if is_twin and pair not in self._twins:
+                self._twins.add(pair)
                 log.warning(
                     "the nodes %s (%s) and %s (%s) are the same inference service; remove one of them",
                     other.name, other.url, node.name, node.url,

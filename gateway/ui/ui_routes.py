@@ -62,7 +62,7 @@ class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
 def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     """The routes of the page. They are not part of the public API, so they are not in its OpenAPI document."""
     routes = APIRouter(prefix=PAGE, include_in_schema=False)
-    files = StaticFiles(directory=Path(__file__).with_name("static"))
+    files = StaticFiles(directory=Path(__file__).with_name("static"), follow_symlink=True)  # installs may link files
 
     def signed_in(request: Request, scope: Scope = "use") -> SignedIn:
         changes = request.method not in ("GET", "HEAD")

@@ -120,11 +120,13 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
         return
     is_first = name not in found.gateway.get("routes", {})
     found.route(name, entry)
-    defaults = {key: value for key, value in params.items() if key in NAMES}
+    defaults = found.accepted(f"{where}: ", {key: value for key, value in params.items() if key in NAMES})
     if is_first:
-        found.parameters(name, {"defaults": found.accepted(f"{where}: ", defaults)})
+        found.parameters(name, {"defaults": defaults})
     elif defaults != found.gateway["routes"][name].get("parameters", {}).get("defaults", {}):
-        found.leave(f"{where}: {', '.join(defaults)}".rstrip(": "), "the parameters of the first deployment are used")
+        found.leave(
+            f"{where}: {', '.join(defaults) or 'no parameters'}", "the parameters of the first deployment are used"
+        )
     for key in [*(params.keys() - {*_PARAMS, *NAMES}), *(deployment.keys() & {"rpm", "tpm"})]:
         found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart"))
 
