@@ -23,7 +23,7 @@ import sys
 import time
 from bisect import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from pathlib import Path
@@ -39,6 +39,7 @@ from gateway.nodes.prefix_blocks import PrefixBlocks, prefix_blocks, prefix_salt
 from gateway.nodes.prefix_index import PrefixIndex
 from gateway.nodes.rebalance import RebalanceState, cheapest, rebalance
 from inference.protocol import ModelState, ModelStatus
+from inference.worker.kv.labels import MOST_OF_A_SEQUENCE, Labels
 
 RAW = Path("benchmarks/results/router_simulation.json")
 
@@ -58,14 +59,14 @@ RESIDENT = 16
 PARALLEL = 8
 CACHED_CONVERSATIONS = 80
 """Conversations whose KV cache a node keeps."""
+MOST_LABELS_OF_A_NODE = 2**20
+"""No limit: that of the service is one per model."""
 MEAN_LOAD = 12.0
 """Requests in flight per node."""
 SECONDS_BETWEEN_LOSSES = 10.0
 """A node leaves this often; it returns after AWAY_SECONDS."""
 AWAY_SECONDS = 30.0
 WARM_UP_SECONDS, MEASURED_SECONDS = 240.0, 120.0
-LABELS = 32
-"""Labels of a stored sequence: the last blocks of its prompt."""
 NEEDS = frozenset(("chat",))
 
 
@@ -88,6 +89,7 @@ class Node:
         self.residents: dict[str, Resident] = {}
         self.cache: OrderedDict[str, tuple[int, tuple[str, ...]]] = OrderedDict()
         """Tokens and labels by conversation, or by system prompt."""
+        self.labels = Labels(MOST_LABELS_OF_A_NODE)
         self.changed: list[dict[str, None]] = [{} for _ in range(GATEWAYS)]
         self.running: dict[Request, None] = {}
         self.is_up, self.up_since, self.up_seconds = True, 0.0, 0.0
@@ -283,9 +285,9 @@ class Simulation:
         self.at(self.chance.expovariate(rate), self.begin, rate)
 
     # --- requests ----------------------------------------------------------------------------------------------------
-    def ask(self, talk: Conversation, excluded: tuple[str, ...]) -> None:
-        """One turn of a conversation, or its repetition on another node than `excluded`."""
-        gateway = self.chance.choice(self.gateways)
+    def ask(self, talk: Conversation, excluded: tuple[str, ...], gateway: Gateway | None = None) -> None:
+        """One turn of a conversation, or its repetition by `gateway` on another node than `excluded`."""
+        gateway = gateway or self.chance.choice(self.gateways)
         blocks = talk.blocks
         tokens = blocks.size_bytes // BYTES_PER_TOKEN
         began = time.thread_time()
@@ -305,7 +307,7 @@ class Simulation:
             if not node.is_up:
                 gateway.failed.add(node.name)
             self.repeats += self.is_measured
-            self.ask(talk, (*excluded, node.name))
+            self.ask(talk, (*excluded, node.name), gateway)
             return
         if held is None:
             held = self._load(node, talk.model)
@@ -358,22 +360,20 @@ class Simulation:
             return
         self._end(request)
         talk.had = request.tokens + ANSWER_TOKENS
-        self._store(node, talk, talk.blocks.hashes[-LABELS:], talk.had)
+        self._store(node, talk, talk.blocks.hashes[-MOST_OF_A_SEQUENCE:], talk.had)
         talk.turn += 1
         if talk.turn < TURNS:
             self.at(self.chance.expovariate(1 / PAUSE_SECONDS), self.ask, talk, ())
 
     def _store(self, node: Node, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
         """The KV cache of the conversation is stored, and the oldest one is removed."""
-        before = node.cache.get(talk.key, (0, ()))[1]
-        node.cache[talk.system] = (SYSTEM_TOKENS, talk.blocks.hashes[:1])
-        node.cache[talk.key] = (tokens, labels)
-        node.cache.move_to_end(talk.system)
-        node.cache.move_to_end(talk.key)
-        removed = _without(before, labels)
+        for key, found in ((talk.system, (SYSTEM_TOKENS, talk.blocks.hashes[:1])), (talk.key, (tokens, labels))):
+            node.labels.add(found[1])
+            node.labels.remove(node.cache.pop(key, (0, ()))[1])
+            node.cache[key] = found
         while len(node.cache) > CACHED_CONVERSATIONS:
-            removed += node.cache.popitem(last=False)[1][1]
-        self.at(EVENT_SECONDS, self.report, node, _without(labels, before), removed)
+            node.labels.remove(node.cache.popitem(last=False)[1][1])
+        self.at(EVENT_SECONDS, self.report, node, *node.labels.take_changes())
 
     # --- what gateways learn -----------------------------------------------------------------------------------------
     def poll(self, gateway: Gateway, node: Node) -> None:
@@ -384,7 +384,7 @@ class Simulation:
             node.changed[gateway.number].clear()
         self.at(POLL_SECONDS, self.poll, gateway, node)
 
-    def report(self, node: Node, stored: tuple[str, ...], removed: tuple[str, ...]) -> None:
+    def report(self, node: Node, stored: Sequence[str], removed: Sequence[str]) -> None:
         """The gateways get a `kv` event."""
         if node.is_up:
             for gateway in self.gateways:
@@ -413,9 +413,10 @@ class Simulation:
         node.up_seconds += max(0.0, self.now - max(WARM_UP_SECONDS, node.up_since))
         for request in list(node.running):
             self._end(request)
-            self.ask(request.talk, (node.name,))
+            self.ask(request.talk, (node.name,), request.gateway)
         node.residents.clear()
         node.cache.clear()
+        node.labels = Labels(MOST_LABELS_OF_A_NODE)
         for gateway in self.gateways:
             self.at(self.chance.uniform(0, 2 * POLL_SECONDS), self.forget, gateway, node)
         self.at(AWAY_SECONDS, self.come_back, node)
@@ -438,11 +439,6 @@ class Simulation:
         """Mean requests in flight of each node that was up for half of the measured time, in ascending order."""
         up = [node for node in self.nodes.values() if node.up_seconds >= MEASURED_SECONDS / 2]
         return sorted(node.area / node.up_seconds for node in up)
-
-
-def _without(labels: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-    """`labels` that are not in `others`, in their order: that of a set depends on the process."""
-    return tuple([label for label in labels if label not in others])
 
 
 def percentile(values: list[float], share: float) -> float:
