@@ -265,24 +265,32 @@ class Injector:
         return f"{event.device} to {small} bytes for {event.seconds} s"
 
     async def _device_growth(self, event: Event) -> str:
-        """Pools of the processes on a device grow while they compute, with figures of each process or without."""
+        """Pools of the processes on a device grow while they compute, with figures of each process or without.
+
+        A model with replicas answers on any of its devices, so the pools of all of them may grow.
+        """
         name, _pid = await self._worker(event.model)
-        device = next((one for one in (await self.system.models())[name].devices if one in DEVICES), None)
-        if device is None:
+        devices = [one for one in (await self.system.models())[name].devices if one in DEVICES]
+        if not devices:
             raise LookupError(f"{name} is on no device")
         grown = int(GROWTH_BYTES * (1 + 3 * event.draw))
-        async with self._held[device]:
-            await self.system.simulator("tell" if event.draw < 0.5 else "hide", device)
-            before = (await self.system.simulator("pools", device, bytes=grown))[device]["outside_bytes"]
+        async with contextlib.AsyncExitStack() as held:
+            for device in sorted(devices):
+                await held.enter_async_context(self._held[device])
+                await self.system.simulator("tell" if event.draw < 0.5 else "hide", device)
+            before = _outside(await self.system.simulator("status"), devices)
             try:
+                for device in devices:
+                    await self.system.simulator("pools", device, bytes=grown)
                 await self.load.ask(Ask(name, "Tell me a story.", True, 40))
-                after = (await self.system.simulator("status"))[device]["outside_bytes"]
+                after = _outside(await self.system.simulator("status"), devices)
                 if after <= before:
                     raise LookupError("no pool has grown")
                 await asyncio.sleep(event.seconds)
             finally:
-                await self._undo("pools", device, bytes=0)
-        return f"{name} on {device} by {after - before} bytes"
+                for device in devices:
+                    await self._undo("pools", device, bytes=0)
+        return f"{name} on {', '.join(devices)} by {after - before} bytes"
 
     async def _undo(self, do: str, device: str, **amount: float) -> None:
         await self.system.simulator(do, device, **amount)
@@ -609,3 +617,8 @@ def _run_state(pid: int) -> str | None:
 
 def _refusals(status: Any) -> int:
     return sum(device["refusals"] for device in status.values())
+
+
+def _outside(status: Any, devices: Sequence[str]) -> int:
+    """The bytes of pools on these devices."""
+    return sum(status[device]["outside_bytes"] for device in devices)
