@@ -189,6 +189,32 @@ def test_llama_swap_models_peers_and_keys() -> None:
     assert "secret" not in json.dumps(found.gateway)
 
 
+def test_llama_swap_models_with_one_name_keep_the_parameters_of_the_first() -> None:
+    """Parameters of further models with a name are reported; a local model comes before one of a peer."""
+    found = recognized(
+        """
+        models:
+          a: {cmd: llama-server -m a.gguf --temp 0.1, aliases: [x]}
+          b: {cmd: llama-server -m b.gguf --temp 0.2 --alias x}
+          plain: {cmd: llama-server -m c.gguf}
+        peers:
+          p: {proxy: "http://p", models: [m, x, plain], filters: {setParams: {top_k: 1}}}
+          q: {proxy: "http://q", models: [m], filters: {stripParams: seed}}
+        """,
+        {},
+    )
+    routes = found.gateway["routes"]
+    assert {name: route["chain"][0] for name, route in routes.items()} == {
+        "a": "local/a", "x": "local/x", "b": "local/b", "m": "p/m",
+    }  # fmt: skip
+    assert routes["x"]["parameters"] == routes["a"]["parameters"] == {"defaults": {"temperature": 0.1}}
+    assert routes["b"]["parameters"] == {"defaults": {"temperature": 0.2}}
+    assert routes["m"] == {"chain": ["p/m", "q/m"], "parameters": {"overrides": {"top_k": 1}}}
+    assert {"b: temperature", "peers.p.models: x", "peers.p.models: plain", "peers.q.models: m: seed"} <= left(
+        found
+    ).keys()
+
+
 def test_litellm_routes_fallbacks_aliases_and_keys() -> None:
     found = recognized(LITELLM, {})
     chains = {name: route["chain"] for name, route in found.gateway["routes"].items()}

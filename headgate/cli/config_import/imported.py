@@ -28,6 +28,8 @@ class Imported:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     gateway: dict[str, Any] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
+    _parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The parameters of the first model of each route."""
 
     def leave(self, where: str, advice: str) -> None:
         """Reports a setting that is not carried over."""
@@ -74,17 +76,21 @@ class Imported:
                 self.leave(f"{where}{name}", problem)
         return [name for name, problem in problems.items() if problem is None]
 
-    def parameters(self, route: str, parameters: Mapping[str, Any]) -> None:
-        """Gives a route its `parameters`; empty ones are left out."""
-        if chosen := {kind: value for kind, value in parameters.items() if value}:
-            self.gateway["routes"][route]["parameters"] = copy.deepcopy(chosen)
+    def parameters(self, where: str, route: str, parameters: Mapping[str, Any]) -> None:
+        """Gives a route the `parameters` of its first model; empty ones are left out. Other ones are reported."""
+        own = {kind: value for kind, value in parameters.items() if value}
+        if own != self._parameters.setdefault(route, own):
+            names = ", ".join(name for values in own.values() for name in values) or "no parameters"
+            self.leave(f"{where}: {names}", f"the parameters of the first model with the name {route} are used")
+        elif own:
+            self.gateway["routes"][route]["parameters"] = copy.deepcopy(own)
 
-    def local_parameters(self, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
+    def local_parameters(self, where: str, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
         """Routes for a local model by all its names, if its requests get parameters."""
-        if any(parameters.values()):
-            for name in names:
+        for name in names:
+            if any(parameters.values()):
                 self.gateway.setdefault("routes", {}).setdefault(name, {"chain": [f"local/{name}", "local/smaller"]})
-                self.parameters(name, parameters)
+            self.parameters(where, name, parameters)
 
     def key(self, name: str, secret: str, scopes: Iterable[str] = ("use",)) -> None:
         """Adds a key of clients, as its hash."""

@@ -118,15 +118,9 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
     entry = _entry(found, where, target, params)
     if entry is None:
         return
-    is_first = name not in found.gateway.get("routes", {})
     found.route(name, entry)
     defaults = found.accepted(f"{where}: ", {key: value for key, value in params.items() if key in NAMES})
-    if is_first:
-        found.parameters(name, {"defaults": defaults})
-    elif defaults != found.gateway["routes"][name].get("parameters", {}).get("defaults", {}):
-        found.leave(
-            f"{where}: {', '.join(defaults) or 'no parameters'}", "the parameters of the first deployment are used"
-        )
+    found.parameters(where, name, {"defaults": defaults})
     for key in [*(params.keys() - {*_PARAMS, *NAMES}), *(deployment.keys() & {"rpm", "tpm"})]:
         found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart"))
 

@@ -44,7 +44,7 @@ def read(text: str) -> Imported:
         if entry := entry_of(options, f"[{model}]", found):
             found.models[model] = entry
             names = (model, *entry.get("aliases", ()))
-            found.local_parameters(names, {"defaults": defaults_of(options, f"[{model}]", found)})
+            found.local_parameters(f"[{model}]", names, {"defaults": defaults_of(options, f"[{model}]", found)})
     return found
 
 

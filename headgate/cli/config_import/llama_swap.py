@@ -87,7 +87,7 @@ def _model(found: Imported, name: str, settings: Mapping[str, Any], common: Mapp
     found.leave_unknown(f"{name}: ", settings, (*_MODEL_KNOWN, *_MODEL_NEEDLESS))
     found.models[name] = entry
     parameters = {"defaults": defaults_of(options, name, found), **_filters(found, name, settings)}
-    found.local_parameters((name, *entry.get("aliases", ())), parameters)
+    found.local_parameters(name, (name, *entry.get("aliases", ())), parameters)
 
 
 def _filters(found: Imported, where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +158,11 @@ def _peer(found: Imported, name: str, peer: Mapping[str, Any], macros: Mapping[s
         key = f"${{env:{variable}}}"
     provider = found.provider(name, {"kind": "openai", "api_key": key, "base_url": base})
     parameters = _filters(found, f"peers.{name}", peer)
-    for model in as_list(peer.get("models")):
-        found.route(str(model), f"{provider}/{model}")
-        found.parameters(str(model), parameters)
+    local = {*found.models, *(alias for entry in found.models.values() for alias in entry.get("aliases", ()))}
+    for model in map(str, as_list(peer.get("models"))):
+        where = f"peers.{name}.models: {model}"
+        if model in local:
+            found.leave(where, "a local model has this name and is used")
+            continue
+        found.route(model, f"{provider}/{model}")
+        found.parameters(where, model, parameters)

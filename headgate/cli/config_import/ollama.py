@@ -49,7 +49,7 @@ def read(names: list[str], places: list[Path]) -> Imported:
             found.models[model] = entry
             if model != name:
                 entry["aliases"] = [name]
-            found.local_parameters((model, *entry.get("aliases", ())), {"defaults": defaults})
+            found.local_parameters(name, (model, *entry.get("aliases", ())), {"defaults": defaults})
     return found
 
 
