@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from gateway.nodes.cold_placement import ColdPlacement
 from gateway.nodes.fleet import ONLY, Change, Fleet, Member
 from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.membership import Address, Membership
-from gateway.nodes.node import Node
+from gateway.nodes.node import Node, Spawn
 from gateway.nodes.node_tls import NodeTls, read_tls
 from gateway.nodes.prefixes import Prefixes
 from gateway.nodes.rebalancer import Nodes, Rebalancer
@@ -54,28 +54,6 @@ class Observer(Protocol):
         ...
 
 
-class Owner(Protocol):
-    """The running gateway."""
-
-    observer: Observer | None
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Starts a background task."""
-        ...
-
-    def inference_token(self) -> str:
-        """The secret of the gateway and the inference services."""
-        ...
-
-    def operator_headers(self) -> dict[str, str]:
-        """Headers of requests that change something at an inference service."""
-        ...
-
-    def on_nodes(self, change: Change) -> None:
-        """Nodes were added or removed, or the settings have changed; added ones start after this call."""
-        ...
-
-
 class Prepared(NamedTuple):
     """New settings with what has to be read before they can be used."""
 
@@ -85,50 +63,66 @@ class Prepared(NamedTuple):
 
 
 class InferenceNodes:
-    """The nodes of one gateway. Create it inside the event loop; `use` begins with the first settings."""
+    """The nodes of one gateway. Create it inside the event loop; `use` begins with the first settings.
+
+    `token` gives the secret of the gateway and the inference services, `headers` those of requests that change
+    something there. `on_change` is called when nodes were added or removed, and after each `use`, before added nodes
+    start.
+    """
 
     def __init__(
         self,
-        owner: Owner,
         settings: InferenceSettings,
         breakers: Breakers,
         telemetry: Telemetry,
+        spawn: Spawn,
         leases: Callable[[], Leases],
+        token: Callable[[], str],
+        headers: Callable[[], Mapping[str, str]],
+        observer: Callable[[], Observer | None],
+        on_change: Callable[[], None],
     ) -> None:
         """Raises HeadgateError for files of `tls` that cannot be used."""
-        self._owner = owner
         self._breakers = breakers
         self._telemetry = telemetry
+        self._spawn = spawn
+        self._token = token
+        self._observer = observer
+        self._on_change = on_change
         self.fleet = Fleet(self._make_node)
         self.prefixes: Prefixes | None = None
         """The prefixes of prompts that the nodes have; None where there is only one service."""
-        self.placement = ColdPlacement(leases, owner.spawn)
-        self._rebalancer = Rebalancer(leases, owner.spawn, owner.operator_headers)
+        self.placement = ColdPlacement(leases, spawn)
+        self._rebalancer = Rebalancer(leases, spawn, headers)
         self._now = Prepared(settings, Membership(settings), read_tls(settings.tls))
         self._complete: Membership | None = None
         """The last membership whose list was complete."""
-        self._watching: asyncio.Task[None] | None = None
+        self._followed: Membership | None = None
+        """The membership in use; None before the first `use`."""
+        self._following: asyncio.Task[None] | None = None
+        """Runs while nodes are configured."""
         self._twins: set[frozenset[str]] = set()
         """Pairs of names of one service that were reported."""
 
     async def prepare(self, settings: InferenceSettings) -> Prepared:
         """What `use` needs; raises HeadgateError."""
         tls = await asyncio.to_thread(read_tls, settings.tls)
-        is_new = settings != self._now.settings
-        membership = Membership(settings, self._now.membership) if is_new else self._now.membership
-        if is_new or self._watching is None:
+        membership = self._now.membership
+        if settings != self._now.settings:
+            membership = Membership(settings, membership)
+        if membership is not self._followed:
             await membership.first()
         return Prepared(settings, membership, tls)
 
     def use(self, prepared: Prepared) -> None:
         """Uses the nodes of these settings. Requests that run keep those that they began with."""
-        is_new = prepared.membership is not self._now.membership or self._watching is None
         self._now = prepared
         self._use_members()
-        if is_new:
-            if self._watching is not None:
-                self._watching.cancel()
-            self._watching = self._owner.spawn(self._follow(), "nodes") if prepared.settings.nodes else None
+        if prepared.membership is not self._followed:
+            self._followed = prepared.membership
+            if self._following is not None:
+                self._following.cancel()
+            self._following = self._spawn(self._follow(), "nodes") if prepared.settings.nodes else None
 
     def node(self, name: str = "") -> Node:
         """The node with this name; without a name the only one. Raises RequestError."""
@@ -150,7 +144,7 @@ class InferenceNodes:
         settings, membership, tls = self._now
         is_final = membership.is_complete and membership is not self._complete
         self._complete = membership if membership.is_complete else self._complete
-        token = self._owner.inference_token()
+        token = self._token()
         addresses = membership.addresses if settings.nodes else {ONLY: Address(settings.url)}
         members = {name: Member(one.url, token, tls, one.server_name) for name, one in addresses.items()}
         if not settings.nodes:
@@ -165,9 +159,9 @@ class InferenceNodes:
             self._telemetry.forget_node(node.name)
             if self.prefixes is not None:
                 self.prefixes.index.forget(node.name)
-        self._owner.on_nodes(change)
+        self._on_change()
         for node in change.added:
-            node.start(self._owner.spawn)
+            node.start(self._spawn)
 
     async def _follow(self) -> None:
         """Follows the sources of nodes, removes nodes that have left and are silent, and divides models among them."""
@@ -193,7 +187,7 @@ class InferenceNodes:
             self.prefixes.apply(node.name, kind, data)
         if kind == "snapshot":
             self._note_twins(node)
-        if (observer := self._owner.observer) is not None:
+        if (observer := self._observer()) is not None:
             observer.on_event(node.name, kind, data)
 
     def _note_twins(self, node: Node) -> None:
@@ -211,7 +205,7 @@ class InferenceNodes:
     def on_reachable(self, node: Node, is_reachable: bool) -> None:
         """See `NodeObserver`."""
         self._telemetry.node_up.labels(node.name).set(is_reachable)
-        if (observer := self._owner.observer) is not None:
+        if (observer := self._observer()) is not None:
             observer.on_reachable(node.name, is_reachable)
 
     def on_models(self, node: Node) -> None:

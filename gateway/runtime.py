@@ -25,7 +25,7 @@ from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
 from gateway.http.image_fetch import Images
 from gateway.inference_nodes import InferenceNodes, Observer
-from gateway.nodes.fleet import Change, Fleet
+from gateway.nodes.fleet import Fleet
 from gateway.nodes.fleet_view import FleetView
 from gateway.providers import registry
 from gateway.providers.local.inference_snapshot import InferenceView
@@ -98,7 +98,10 @@ class Runtime:
         self.images = Images(config.images)
         self.is_draining = False
         self.tracer: Tracer | None = None
-        self.inference = InferenceNodes(self, config.inference, self.breakers, self.telemetry, lambda: self.leases)
+        self.inference = InferenceNodes(
+            config.inference, self.breakers, self.telemetry, self.spawn, lambda: self.leases, self.inference_token,
+            self.operator_headers, lambda: self.observer, self._on_nodes,
+        )  # fmt: skip
         self.counter = TokenCounter(self.fleet.ask_about)
         self.gateway_state: GatewayState
         self._clouds = self._registry = registry.Registry({})
@@ -238,9 +241,8 @@ class Runtime:
             log.info("reload: %s", line)
         return {"changed": changed, "needs_restart": restart}
 
-    # --- inference services (see `Owner`) ----------------------------------------------------------------------------
-    def on_nodes(self, change: Change) -> None:
-        """Uses the nodes after `change` and the clouds that are configured now."""
+    def _on_nodes(self) -> None:
+        """Uses the present nodes and the clouds that are configured now."""
         before, nodes = self._registry, self.fleet.nodes
         self._registry = self._clouds.with_nodes({node.key: node.provider for node in nodes.values()})
         self.breakers.max_breakers = MAX_BREAKERS * max(1, len(nodes))
