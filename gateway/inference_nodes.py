@@ -61,6 +61,11 @@ class Prepared(NamedTuple):
     membership: Membership
     tls: NodeTls | None
 
+    @property
+    def addresses(self) -> Mapping[str, Address]:
+        """The address of each known node by its name."""
+        return self.membership.addresses if self.settings.nodes else {ONLY: Address(self.settings.url)}
+
 
 class InferenceNodes:
     """The nodes of one gateway. Create it inside the event loop; `use` begins with the first settings.
@@ -145,8 +150,7 @@ class InferenceNodes:
         is_final = membership.is_complete and membership is not self._complete
         self._complete = membership if membership.is_complete else self._complete
         token = self._token()
-        addresses = membership.addresses if settings.nodes else {ONLY: Address(settings.url)}
-        members = {name: Member(one.url, token, tls, one.server_name) for name, one in addresses.items()}
+        members = {name: Member(one.url, token, tls, one.server_name) for name, one in self._now.addresses.items()}
         if not settings.nodes:
             self.prefixes = None
         elif self.prefixes is None:

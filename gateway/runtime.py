@@ -19,7 +19,7 @@ from gateway.access.key_usage import Limiter
 from gateway.access.shared_limits import SharedLimits
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import MAX_BREAKERS, Breakers
-from gateway.breaker.outcome import LOCAL, Failure
+from gateway.breaker.outcome import LOCAL, Failure, provider_key
 from gateway.breaker.permits import BreakerState, Rule
 from gateway.http.body_memory import Bodies
 from gateway.http.http_exchange import OpenRequests
@@ -82,7 +82,7 @@ class Runtime:
         self.usage = UsageService(state.root, config, self._use_stored_keys)
         self.telemetry = Telemetry()
         self.shared_state = _shared_state(config, self.telemetry, state)
-        self._breaker_file = BreakerFile(state, self._breaker_providers)
+        self._breaker_file = BreakerFile(state)
         self.breakers = Breakers(
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
@@ -117,9 +117,10 @@ class Runtime:
         """Builds the providers and starts the background tasks; raises errors of invalid providers."""
         self.tracer = tracing.start("headgate-gateway", self._source.environ())
         self._clouds = await registry.build(self.config)
-        self.inference.use(await self.inference.prepare(self.config.inference))
+        inference = await self.inference.prepare(self.config.inference)
         await self.usage.start()
-        await self._breaker_file.load()
+        await self._breaker_file.load((*map(provider_key, inference.addresses), *self.config.providers))
+        self.inference.use(inference)  # the nodes' first outcomes are newer than the file
         self.breakers.restore()
         if self.shared_state is not None:
             await self._share_state(self.shared_state)

@@ -49,19 +49,17 @@ class FileStorage(MemoryStorage):
 
 
 class BreakerFile(BreakerStore):
-    """The breakers of one gateway and their file. Breakers of other providers than `providers` are not loaded."""
+    """The breakers of one gateway and their file."""
 
     def __init__(
         self,
         directory: StateDir,
-        providers: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()
         self._path = directory.root / NAME
         self._writer = StateFileWriter("open breakers")
-        self._providers = providers
         self._clock = clock
         self._wall = wall
         self.on_change: Callable[[str, str], None] | None = None
@@ -82,14 +80,14 @@ class BreakerFile(BreakerStore):
         super().discard(provider, model)
         self._note(provider, model)
 
-    async def load(self) -> None:
-        """Open the breakers of the file. Logs one line if the file cannot be used."""
+    async def load(self, providers: Collection[str]) -> None:
+        """Open the breakers of `providers` in the file. Logs one line if the file cannot be used."""
         stored = await asyncio.to_thread(
             load_state_file, self._path, _parse, "breakers start closed", most_bytes=MAX_BYTES
         )
         found, written = stored or ([], 0.0)
         # an open period is not longer than when it was written, even if the wall clock was set back since then
-        now, providers = max(self._wall(), written), self._providers()
+        now = max(self._wall(), written)
         for provider, model, until in found:
             remaining = min(until - now, MAX_RETRY_AFTER_SECONDS)
             if provider in providers and remaining > -FORGET_SECONDS:

@@ -28,7 +28,7 @@ class World:
 
     def file(self) -> BreakerFile:
         """The storage of a gateway that has not loaded it yet."""
-        return BreakerFile(self.directory, lambda: ("p",), lambda: self.monotonic, lambda: self.wall)
+        return BreakerFile(self.directory, lambda: self.monotonic, lambda: self.wall)
 
     def pass_time(self, seconds: float) -> None:
         """Advances both clocks."""
@@ -41,7 +41,7 @@ async def _reopen_file(world: World, store: BreakerStore) -> BreakerStore:
     await store.close()
     world.monotonic = 3.0
     again = world.file()
-    await again.load()
+    await again.load(("p",))
     return again
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.breaker.permits import BreakerState
+from gateway.inference_nodes import Observer
 from inference.protocol import Code, ModelState, ModelStatus, ReplicaStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.full_backlog import full_backlog
@@ -408,6 +412,36 @@ async def test_open_breaker_stays_open_across_a_restart(tmp_path: Path, fake: Fa
         assert (entry["state"], entry["source"], entry["retry_after"] > 500) == ("open", "restart", True)
         assert (await gateway.chat()).headers["x-headgate-reason"] == "breaker_open"
     assert len(fake.seen_for("demo")) == 5
+
+
+class _SlowDisk(ThreadPoolExecutor):
+    """Threads in which each call takes longer than the first answer of an inference service."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return super().submit(lambda: (time.sleep(0.05), fn(*args, **kwargs))[1])
+
+
+async def test_open_breakers_are_restored_before_the_first_contact_with_the_service(
+    tmp_path: Path, fake: FakeInference
+) -> None:
+    """The state from before a restart does not replace what the gateway has seen since its start."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "breakers.json").write_text(
+        json.dumps({"format": 1, "written": time.time(), "breakers": [["local", "demo", time.time() + 600]]})
+    )
+    runtime = Gateway(tmp_path, fake.url).runtime
+    contacts: list[Mapping[str, BreakerState]] = []
+
+    class Contacts(Observer):
+        def on_reachable(self, node: str, is_reachable: bool) -> None:
+            contacts.append(runtime.breakers.states())
+
+    runtime.observer = Contacts()
+    asyncio.get_running_loop().set_default_executor(_SlowDisk())
+    await runtime.start()
+    await until("the service was reached", lambda: contacts)
+    await runtime.stop()
+    assert contacts[0] == {"local/demo": BreakerState.OPEN}
 
 
 async def test_readiness_waits_a_limited_time_for_the_inference_service(tmp_path: Path, fake: FakeInference) -> None:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def _breakers(state: StateDir) -> None:
-    await BreakerFile(state, lambda: ("local",)).load()
+    await BreakerFile(state).load(("local",))
 
 
 async def _gateway_count(state: StateDir) -> None:

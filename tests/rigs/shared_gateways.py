@@ -41,9 +41,7 @@ class SharedGateway:
         self.state = SharedState(url, lambda is_up, _: self.states.append(is_up), self.errors.append, self.clock)
         directory = root / f"gateway-{next(_numbers)}"
         directory.mkdir()
-        self.file = BreakerFile(
-            StateDir(directory), lambda: ("p", "local"), self.clock, lambda: time.time() + skew_seconds
-        )
+        self.file = BreakerFile(StateDir(directory), self.clock, lambda: time.time() + skew_seconds)
         self.breakers = Breakers(rule or Rule(failures=2, open=OPEN_SECONDS), self.clock, store=self.file)
 
     async def start(self) -> None:

@@ -27,8 +27,8 @@ class World:
 
     async def gateway(self) -> tuple[Breakers, BreakerFile]:
         """The breakers and the file of a gateway that just started."""
-        file = BreakerFile(StateDir(self.root), lambda: ("local", "cloud"), lambda: self.now, lambda: self.wall)
-        await file.load()
+        file = BreakerFile(StateDir(self.root), lambda: self.now, lambda: self.wall)
+        await file.load(("local", "cloud"))
         breakers = Breakers(Rule(), lambda: self.now, store=file)
         breakers.restore()
         return breakers, file
