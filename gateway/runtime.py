@@ -256,7 +256,6 @@ class Runtime:
         self._close_retired()
 
     def _on_breaker(self, provider: str, model: str, state: BreakerState | None) -> None:
-        self.telemetry.on_breaker(provider, model, state)
         if self.observer is not None:
             self.observer.on_breaker(provider, model, state)
         self.inference.on_breaker(provider, model, state)

@@ -84,6 +84,12 @@ class Breaker:
         return self._machine.state
 
     @property
+    def shown_state(self) -> BreakerState:
+        """The state for operators: half-open from the end of the open period. The next attempt changes `state`."""
+        state = self.state
+        return HALF_OPEN if state is OPEN and self._clock() >= self.storage.open_until else state
+
+    @property
     def outstanding(self) -> int:
         """Attempts and probes that run now."""
         return self._permits.outstanding
@@ -315,7 +321,7 @@ class Breaker:
 
     def describe(self) -> dict[str, Any]:
         """The entry of this breaker in `/admin/breakers`."""
-        now, state = self._clock(), self.state
+        now, state = self._clock(), self.shown_state
         counts = self._window.counts
         remaining = max(0.0, self.storage.open_until - now) if state is OPEN else None
         provider, node = split_key(self.provider)

@@ -292,5 +292,9 @@ class Breakers:
         return [breaker.describe() for breaker in sorted(self._breakers.values(), key=lambda breaker: breaker.name)]
 
     def states(self) -> Mapping[str, BreakerState]:
-        """State by name."""
-        return {breaker.name: breaker.state for breaker in self._breakers.values()}
+        """State for operators by name."""
+        return {breaker.name: breaker.shown_state for breaker in self._breakers.values()}
+
+    def states_by_key(self) -> Mapping[tuple[str, str], BreakerState]:
+        """State for operators by provider and model (empty for the provider's own)."""
+        return {key: breaker.shown_state for key, breaker in self._breakers.items()}

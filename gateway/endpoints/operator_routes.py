@@ -82,6 +82,7 @@ def health_router(runtime: Runtime) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Metrics in the text format of Prometheus."""
+        runtime.telemetry.set_breakers(runtime.breakers.states_by_key())  # the end of an open period is no event
         return Response(runtime.telemetry.render(), headers={"content-type": CONTENT_TYPE})
 
     return routes

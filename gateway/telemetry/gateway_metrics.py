@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -99,14 +98,11 @@ class Telemetry:
             "gateway_client_disconnect_total", "Clients that left before the end of their answer", registry=registry
         )
 
-    def on_breaker(self, key: str, model: str, state: BreakerState | None) -> None:
-        """Sets the state of a breaker of a provider's key; None removes a breaker that no longer exists."""
-        labels = (*split_key(key), model)
-        if state is not None:
-            self.breaker_state.labels(*labels).set(int(state))
-        else:
-            with contextlib.suppress(KeyError):  # the breaker never changed its state
-                self.breaker_state.remove(*labels)
+    def set_breakers(self, states: Mapping[tuple[str, str], BreakerState]) -> None:
+        """Sets the states of all breakers, by provider's key and model."""
+        self.breaker_state.clear()
+        for (key, model), state in states.items():
+            self.breaker_state.labels(*split_key(key), model).set(int(state))
 
     def forget_node(self, node: str) -> None:
         """Removes the series of a node that has left: the names of nodes of a DNS name are addresses of pods."""

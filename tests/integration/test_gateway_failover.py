@@ -257,6 +257,9 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it(patient: G
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
     await until("the open period is over", lambda: patient.runtime.breakers.open_for("local", "demo") is None)
+    assert (await patient.breaker("local/demo"))["state"] == "half-open"
+    metrics = (await patient.client.get("/metrics")).text.splitlines()
+    assert 'gateway_breaker_state{model="demo",node="",provider="local"} 1.0' in metrics
     clients = [asyncio.create_task(patient.chat()) for _ in range(32)]
     await until("31 were answered elsewhere", lambda: sum(client.done() for client in clients) == 31)
     assert len(fake.seen_for("demo")) == 6

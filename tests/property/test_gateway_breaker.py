@@ -43,9 +43,8 @@ class BreakerMachine(RuleBasedStateMachine):
         self.reported = state
 
     def _seen(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in self.breaker.describe().items() if key not in ("opens_until", "last_probe")
-        }
+        entry = {**self.breaker.describe(), "state": self.breaker.state.label}
+        return {key: value for key, value in entry.items() if key not in ("opens_until", "last_probe")}
 
     def _is_live(self, permit: Permit) -> bool:
         """Whether a result of this permit counts."""
@@ -181,6 +180,8 @@ class BreakerMachine(RuleBasedStateMachine):
             return
         assert self.breaker.state.label == self.breaker.storage.state
         assert self.breaker.state is self.reported, "each change is reported"
+        is_over = self.breaker.state is BreakerState.OPEN and self.now >= self.breaker.storage.open_until
+        assert self.breaker.describe()["state"] == ("half-open" if is_over else self.breaker.state.label)
         assert self.breaker.outstanding == len(self.attempts) + len(self.probes)
         open_for = self.breaker.open_for
         assert open_for is None or open_for <= 100.0

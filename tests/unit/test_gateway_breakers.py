@@ -624,6 +624,18 @@ class Gauge:
             self.series[provider, model] = state
 
 
+def test_breaker_is_shown_as_half_open_from_the_end_of_its_open_period(breakers: Breakers, clock: Clock) -> None:
+    """Also without a request, which would begin the half-open state."""
+    _fail(breakers, 5)
+    assert (breakers.states()["p/m"], breakers.describe()[1]["value"]) == (BreakerState.OPEN, 2)
+    clock.now += 30
+    assert breakers.states()["p/m"] is breakers.states_by_key()["p", "m"] is BreakerState.HALF_OPEN
+    entry = breakers.describe()[1]
+    assert (entry["state"], entry["value"], entry["retry_after"], entry["opens_until"]) == ("half-open", 1, None, None)
+    _lease(breakers).settle(PAIR, "it failed")
+    assert breakers.states()["p/m"] is BreakerState.OPEN
+
+
 def test_breakers_of_unknown_models_are_removed(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 10)
