@@ -283,7 +283,7 @@ async def test_open_period_of_the_file_counts_where_the_store_has_nothing_newer(
         again = SharedGateway(server.url, tmp_path, 3600.0, long)
         again.file._path = before.file._path
         again.file._wall = time.time
-        await again.file.load()
+        await again.file.load(("p", "local"))
         again.breakers.restore()
         assert again.is_state(OPEN, "closed-since")
         async with again:
