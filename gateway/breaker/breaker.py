@@ -62,8 +62,8 @@ class Breaker:
         self.is_local = is_local(provider)
         self.silence = None if self.is_local else SilenceDetector(is_model=bool(model))
         """For clouds only: the inference service is probed, and reports when it is busy."""
-        self.cancel_when_down: set[Callable[[], None]] = set()
-        """Callbacks of attempts that have no answer yet and another candidate; called when probes open this breaker."""
+        self.on_down: set[Callable[[], None]] = set()
+        """Callbacks of attempts; called when probes open this breaker."""
         self._permits = Permits()
         self._window = FailureWindow()
         self._ramp: Ramp | None = None
@@ -117,8 +117,8 @@ class Breaker:
         reason = "its probe failed" if before is HALF_OPEN else self._open_reason or failures
         self._log_change(before, after, reason)
         if after is OPEN and self.source == PROBES:
-            for cancel in tuple(self.cancel_when_down):
-                cancel()
+            for on_down in tuple(self.on_down):
+                on_down()
 
     def _log_change(self, before: BreakerState, after: BreakerState, reason: str) -> None:
         if self.is_retired:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +58,7 @@ class Lease:
     _breakers: Breakers
     _key: tuple[str, str]
     _is_settled: bool = field(default=False)
+    _on_down: Callable[[], None] | None = None
 
     @property
     def is_probe(self) -> bool:
@@ -84,21 +84,23 @@ class Lease:
             if held.permit.is_probe:
                 held.confirm_probe()
 
-    @contextlib.contextmanager
-    def cancelled_when_down(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Call `cancel` once if probes of the gateway find the provider down within the context."""
-        callbacks = self._held[0].breaker.cancel_when_down if self._held else set()
-        callbacks.add(cancel)
-        try:
-            yield
-        finally:
-            callbacks.discard(cancel)
+    def call_when_down(self, on_down: Callable[[], None]) -> None:
+        """Call `on_down` if probes of the gateway find the provider down before the attempt ends. Once per lease."""
+        if self._held and not self._is_settled:
+            self._on_down = on_down
+            self._held[0].breaker.on_down.add(on_down)
+
+    def _end(self) -> None:
+        self._is_settled = True
+        if self._on_down is not None:
+            self._held[0].breaker.on_down.discard(self._on_down)
+            self._on_down = None
 
     def release(self) -> None:
         """Return both permits: no attempt was made."""
         if self._is_settled:
             return
-        self._is_settled = True
+        self._end()
         for held in self._held:
             held.breaker.release(held.permit)
             held.release_claim()
@@ -118,7 +120,7 @@ class Lease:
         """Record how the attempt ended; `reason` is shown as the last failure."""
         if self._is_settled:
             return
-        self._is_settled = True
+        self._end()
         failure = verdict if isinstance(verdict, Failure) else None
         answered = isinstance(verdict, Success) if failure is None else failure.reached
         for held in self._held:

@@ -80,12 +80,15 @@ class Attempt:
 
     async def begin(self) -> None:
         """Opens the stream and waits for its first byte."""
-        if not self._is_replaceable:
-            await self.reader.open()
-        else:
-            with self._lease.cancelled_when_down(self.reader.abort):
-                await self.reader.open()
+        self._lease.call_when_down(self._on_down)
+        await self.reader.open()
         self._lease.first_byte(self.reader)
+
+    def _on_down(self) -> None:
+        """Probes found the provider down: the attempt ends now if it is silent and another one can take over."""
+        can_resume = self.reader.is_replaceable
+        if self._is_replaceable if can_resume is None else can_resume(True):
+            self.reader.abort()
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until the commit; the frames so far are in `backlog`."""

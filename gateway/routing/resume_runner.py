@@ -16,7 +16,7 @@ from typing import Any
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, Done, Frame
 from gateway.apis.openai.generation_request import AnyRequest, ChatRequest, choices_of
-from gateway.breaker.outcome import Ignore, Reason, Verdict
+from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Verdict
 from gateway.breaker.permits import Refused
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_models import takes_prefill
@@ -44,6 +44,8 @@ Sink = Callable[[list[Frame]], bool]
 
 _SPILLED = Ignore(Reason.SPILLED)
 """The verdict on an attempt that is replaced although it did not fail."""
+_DOWN = Failure(Scope.PROVIDER)
+"""The verdict on an attempt whose service is down."""
 
 
 class Answer:
@@ -179,16 +181,19 @@ class Answer:
         """The number of resumes after the current attempt, which has given a part of the answer."""
         return self._hops + (self._splice is not None)
 
-    def _is_replaceable(self) -> bool:
-        """Whether another attempt could resume the answer if the current one ended now."""
+    def _is_replaceable(self, is_down: bool) -> bool:
+        """Whether another attempt could resume the answer if the current one ended now. `is_down`: the breaker of its
+        service has just opened, so another node may serve the same candidate.
+        """
         sent, state = self._sent, self._state
         if sent.is_finished:
             return True
         partial = sent.partial  # before `_obstacle`, which depends on it
-        if self._obstacle(_SPILLED, self._resumes_with_this) is not None:
+        verdict = _DOWN if is_down else _SPILLED
+        if self._obstacle(verdict, self._resumes_with_this) is not None:
             return False
         policy, kept = state.policy.route.resume, self._filter.select_again().kept
-        order = resume_policy.resume_order(kept, self.attempt.candidate, _SPILLED, policy, partial, self._stalled)
+        order = resume_policy.resume_order(kept, self.attempt.candidate, verdict, policy, partial, self._stalled)
         return any(_continuation(state, partial, candidate) is not None for candidate in order)
 
     def _obstacle(self, verdict: Verdict, resumes: int) -> str | None:

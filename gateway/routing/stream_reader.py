@@ -25,6 +25,9 @@ ANSWERS = frozenset({CONTENT, FINISH})
 LATE_SECONDS = 1.0
 """A timer that is late by more than this shows that this process was suspended; the provider was not silent."""
 
+DOWN_SECONDS = 2.5
+"""Silence of an open stream that confirms what probes found: longer than a probe waits for its answer."""
+
 CLOSE_SECONDS = 2.0
 """Time limit for closing a connection; after it the connection is left to the garbage collector."""
 
@@ -77,8 +80,9 @@ class StreamReader:
         self.pieces = 0
         """Chunks with content so far."""
         self._whole = whole
-        self.is_replaceable: Callable[[], bool] | None = None
-        """Returns whether another attempt could resume the answer; None before the commit."""
+        self.is_replaceable: Callable[[bool], bool] | None = None
+        """Returns whether another attempt could resume the answer; with True, after the breaker of its service opened.
+        None before the commit."""
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         """The task that waits for the provider now."""
@@ -113,8 +117,12 @@ class StreamReader:
             self._task = None
 
     def abort(self) -> None:
-        """Cancels the wait: the provider was found to be down. The attempt ends like one whose deadline passed."""
-        if self._task is not None:
+        """Cancels the wait: the provider was found to be down. The attempt ends like one whose deadline passed.
+
+        A stream that was open and not silent for DOWN_SECONDS goes on: it shows that the provider is only slow.
+        """
+        is_alive = self._frames is not None and self.silent_seconds() < DOWN_SECONDS
+        if self._task is not None and not is_alive:
             self._expire(Deadline(self._loop.time(), Due.SILENCE))
 
     async def next(self) -> Frame:
@@ -250,7 +258,7 @@ class StreamReader:
     def _deadline(self) -> Deadline:
         last = self._last
         if self.answered and self._budget.has_short_gap:
-            last = self.is_replaceable is None or not self.is_replaceable()
+            last = self.is_replaceable is None or not self.is_replaceable(False)
         phase = Phase(
             self._started, self._last_activity, self._waiting, self.answered, self._sent, last, self._whole,
             self._idle_since, self._frames is not None,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from gateway.breaker import probe_schedule
 from gateway.breaker.permits import BreakerState
+from gateway.breaker.probe_schedule import ProbeKind
 from gateway.nodes.fleet_view import FleetView
+from gateway.routing import stream_reader
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway
@@ -133,6 +137,67 @@ async def test_broken_stream_goes_on_at_another_node(fleet: Fleet) -> None:
         assert tries < 30
     record = list(fleet.gateway.runtime.records)[-1]
     assert [attempt.node for attempt in record.attempts] == ["a", "b"]
+
+
+@pytest.fixture
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probe_schedule.TIMEOUT_SECONDS, ProbeKind.READY, 0.1)  # type: ignore[arg-type]
+    monkeypatch.setattr(stream_reader, "DOWN_SECONDS", 0.3)
+
+
+@pytest.mark.usefixtures("quick_probes")
+async def test_silent_stream_of_a_node_that_probes_find_down_goes_on_at_another_node(fleet: Fleet) -> None:
+    """As after a SIGSTOP. `deadlines.inter_token` is not awaited. A stream that is only slow goes on at its node."""
+    gateway, words = fleet.gateway, tuple(f" w{number}" for number in range(12))
+    gateway.write(CONFIG.format(a=fleet.nodes["a"].url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    messages = [{"role": "user", "content": "a long text " * 1000}]
+    first, _ = await fleet.ask(messages=messages)  # the same prompt goes to the same node
+    fleet.nodes[first].queue["demo"] = [Answer(words=words, pause=0.1), Answer(words=words[:5], stall=True)]
+    fleet.nodes[fleet.other(first)].answers["demo"] = Answer(words=words)
+
+    async def stream() -> tuple[str, float]:
+        text, began = "", time.monotonic()
+        body = json.dumps({"model": "demo", "messages": messages, "stream": True})
+        async with gateway.client.stream("POST", "/v1/chat/completions", content=body) as answer:
+            assert answer.headers["x-headgate-node"] == first
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(one["delta"].get("content") or "" for one in json.loads(line[6:])["choices"])
+        return text, time.monotonic() - began
+
+    slow = asyncio.create_task(stream())
+    await until("the slow one runs", lambda: len(fleet.nodes[first].seen) == 2)
+    silent = asyncio.create_task(stream())
+    await until("the other one runs", lambda: len(fleet.nodes[first].seen) == 3)
+    fleet.nodes[first].is_silent = True
+    gateway.runtime.inference.node(first).prober.suspect()
+    (text, _), (resumed, seconds) = await asyncio.gather(slow, silent)
+    assert text == resumed == "".join(words)
+    assert seconds < 10
+    used = [[attempt.node for attempt in record.attempts] for record in gateway.runtime.records]
+    assert sorted(used) == sorted([[first], [first], [first, fleet.other(first)]])
+
+
+@pytest.mark.usefixtures("quick_probes")
+async def test_silent_stream_of_the_only_node_with_the_model_is_awaited_although_probes_find_it_down(
+    fleet: Fleet,
+) -> None:
+    """Nothing else could answer, and the node may go on, as after a pause of its machine."""
+    gateway, service = fleet.gateway, fleet.nodes["a"]
+    gateway.write(CONFIG.format(a=service.url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    del fleet.nodes["b"].models["demo"]
+    await gateway.runtime.inference.node("b").view.refresh()
+    service.answers["demo"] = Answer(words=("a", "b"), pause=1.2)
+    answer = asyncio.create_task(gateway.chat(stream=True))
+    await until("the stream runs", lambda: service.seen)
+    service.is_silent = True
+    gateway.runtime.inference.node("a").prober.suspect()
+    await until("the breaker opens", lambda: gateway.runtime.breakers.states()["local@a"] is BreakerState.OPEN)
+    service.is_silent = False
+    assert "[DONE]" in (await answer).text
+    assert [attempt.node for attempt in list(gateway.runtime.records)[-1].attempts] == ["a"]
 
 
 async def test_reload_replaces_nodes_without_losing_a_request(fleet: Fleet) -> None:

@@ -96,8 +96,8 @@ def test_attempts_at_replaced_provider_change_nothing(caplog: pytest.LogCaptureF
         assert isinstance(lease, Lease)
         lease.first_byte(FakeActivity())
         lease.first_token()
-        with lease.cancelled_when_down(lambda: None):
-            lease.settle(verdict)
+        lease.call_when_down(lambda: None)
+        lease.settle(verdict)
         lease.release()
     assert breakers.skipped_for("openai", "gpt-test") is None
     assert (breakers.states(), failures, caplog.records) == ({}, [], [])

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.permits import Rule
 from gateway.errors import UpstreamError
 from gateway.providers.local.local_stream import LocalStream
 from gateway.providers.provider import Call
@@ -260,7 +262,7 @@ async def test_comments_after_the_first_content_are_forwarded() -> None:
     attempt = Attempt.__new__(Attempt)
     attempt.last, attempt.backlog = True, []
     attempt._begun, attempt._is_replaceable = True, False
-    attempt._lease = SimpleNamespace(first_byte=lambda _: None)  # type: ignore[assignment]
+    attempt._lease = Lease((), Breakers(Rule()), ("p", "m"))
     attempt._state = SimpleNamespace(context=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
     attempt.reader = reader_of(FakeResponse(PING_BYTES + ROLE + PROGRESS + WORD_BYTES + PROGRESS + WORD_BYTES))
     await attempt.open(forward_comments=True)

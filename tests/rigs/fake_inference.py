@@ -82,7 +82,7 @@ class FakeInference:
     """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request but probes.
 
     `probes` are the paths of probes. A probe of a model gets its state, or the refusal in `answers`. `ready` is the
-    answer of `/readyz`.
+    answer of `/readyz`. While it `is_silent`, the list of models and probes of the service get no answer.
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -112,6 +112,7 @@ class FakeInference:
         """Path, authorization and body of the last operation on a model."""
         self._number = 0
         self.ready = True
+        self.is_silent = False
         self.token = token
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -159,6 +160,8 @@ class FakeInference:
             await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.is_silent:
+            await asyncio.Event().wait()
         return web.json_response({"object": "list", "data": [model.to_json() for model in self.models.values()]})
 
     def tell(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -185,6 +188,8 @@ class FakeInference:
 
     async def _readyz(self, request: web.Request) -> web.Response:
         self.probes.append(request.path)
+        if self.is_silent:
+            await asyncio.Event().wait()
         return web.json_response({"status": "ready" if self.ready else "draining"}, status=200 if self.ready else 503)
 
     async def _plan(self, request: web.Request) -> web.Response:
