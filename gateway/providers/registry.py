@@ -19,10 +19,11 @@ from headgate.shared.log import quiet
 
 log = logging.getLogger("gateway.providers")
 
-_SDKS: Mapping[str, tuple[str, str]] = {
+_CLOUDS: Mapping[str, tuple[str, str]] = {
     "openai": ("gateway.providers.openai.openai_sdk", "OpenAIProvider"),
     "anthropic": ("gateway.providers.anthropic.anthropic_sdk", "AnthropicProvider"),
 }
+"""Module and class of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,14 @@ async def build(
             providers[name] = old.providers[name]
             continue
         try:
-            providers[name] = await _build_sdk(name, settings)
+            providers[name] = await _build_cloud(name, settings)
         except HeadgateError as error:
             log.warning("provider %s is not available: %s; its entries in chains are skipped", name, error)
     return Registry(providers)
 
 
-async def _build_sdk(name: str, settings: ProviderSettings) -> Provider:
-    module_name, class_name = _SDKS[settings.kind]
+async def _build_cloud(name: str, settings: ProviderSettings) -> Provider:
+    module_name, class_name = _CLOUDS[settings.kind]
     module = await asyncio.to_thread(importlib.import_module, module_name)
     quiet()  # a variable of the SDK (OPENAI_LOG) may have turned on logging of bodies
     provider: Provider = getattr(module, class_name)(
