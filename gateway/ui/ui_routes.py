@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import stat
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 from fastapi import APIRouter, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import RedirectResponse, Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import Scope as HttpScope
 
 import headgate
 from gateway.access.authentication import Key, Scope
@@ -59,10 +64,34 @@ class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
     node: str = ""
 
 
+class PageFiles(StaticFiles):
+    """Files with ETags of their content. Builds may give a changed file the time and the size of the old one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory=directory, follow_symlink=True)  # installs may link files
+        self._etags: dict[str, str] = {}
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        """Path and status of a file; runs in a thread."""
+        full_path, status = super().lookup_path(path)
+        if status is not None and stat.S_ISREG(status.st_mode):
+            self._etags[full_path] = f'"{hashlib.sha256(Path(full_path).read_bytes()).hexdigest()}"'
+        return full_path, status
+
+    def file_response(
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: HttpScope, status_code: int = 200
+    ) -> Response:
+        """The file, or 304 if the client has it."""
+        headers = {"etag": self._etags[str(full_path)]}
+        response = FileResponse(full_path, status_code, headers, stat_result=stat_result)
+        is_known = self.is_not_modified(response.headers, Headers(scope=scope))
+        return NotModifiedResponse(response.headers) if is_known else response
+
+
 def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
     """The routes of the page. They are not part of the public API, so they are not in its OpenAPI document."""
     routes = APIRouter(prefix=PAGE, include_in_schema=False)
-    files = StaticFiles(directory=Path(__file__).with_name("static"), follow_symlink=True)  # installs may link files
+    files = PageFiles(Path(__file__).with_name("static"))
 
     def signed_in(request: Request, scope: Scope = "use") -> SignedIn:
         changes = request.method not in ("GET", "HEAD")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 
 from gateway.ui import live_feed
 from gateway.ui.live_feed import Viewer
+from gateway.ui.ui_routes import PageFiles
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import ADMIN, CONFIG, KEY, MESSAGES, Gateway
@@ -52,6 +54,24 @@ async def test_page_and_its_files_have_strict_headers(gateway: Gateway) -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
     assert "content-security-policy" not in (await gateway.client.get("/livez")).headers
+
+
+async def test_changed_file_with_the_old_time_and_size_is_sent_again(tmp_path: Path) -> None:
+    """As after an update with a build that sets the times of its files."""
+    files, path = PageFiles(tmp_path), tmp_path / "app.js"
+
+    async def get(**headers: str) -> tuple[int, str]:
+        os.utime(path, (1, 1))
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        answer = await files.get_response("app.js", {"type": "http", "method": "GET", "path": "/", "headers": raw})
+        return answer.status_code, answer.headers["etag"]
+
+    path.write_text("old();")
+    _, old = await get()
+    assert await get(if_none_match=old) == (304, old)
+    path.write_text("new();")
+    status, new = await get(if_none_match=old)
+    assert (status, new != old) == (200, True)
 
 
 async def test_other_pages_may_not_call_the_dashboard(tmp_path: Path, fake: FakeInference) -> None:
