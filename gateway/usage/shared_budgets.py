@@ -51,13 +51,13 @@ class SharedBudgets:
         """What the other gateways used in the month of `now`.
 
         While the store is lost, each of them is assumed to use as much as this gateway since the loss, or since its
-        start if the store has not answered yet.
+        start if the store has not answered yet; for a key that is newer, since its creation.
         """
         if month_of(now) == self._month:
-            others, before = self._others.get(key, Spent()), self._at_loss.get(key)
+            others, before = self._others.get(key, Spent()), self._at_loss.get(key, Spent())
         else:
             others, before = Spent(), Spent()
-        if self._state.is_up or before is None:
+        if self._state.is_up:
             return others
         own, more = self._own(key, now), self._state.gateways - 1
         return others.plus(more * (own.dollars - before.dollars), more * (own.tokens - before.tokens))

@@ -22,10 +22,11 @@ class One:
     def __init__(self, url: str, name: str) -> None:
         self.state = SharedState(url)
         self.budgets = Budgets()
-        self.shared = SharedBudgets(self.state, name, lambda: ["ann"], self.budgets.spent, time.time)
+        self.keys = ["ann"]
+        self.shared = SharedBudgets(self.state, name, lambda: self.keys, self.budgets.spent, time.time)
 
-    def use(self, dollars: float) -> None:
-        self.budgets.note("ann", dollars, 10, time.time())
+    def use(self, dollars: float, key: str = "ann") -> None:
+        self.budgets.note(key, dollars, 10, time.time())
 
     @property
     def elsewhere(self) -> Spent:
@@ -64,7 +65,9 @@ async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, On
     await until(lambda: other.elsewhere.dollars == 1.0 and one.state.gateways == 2, 3)
     server.kill()
     try:
-        await until(lambda: not other.state.is_up)
+        await until(lambda: not one.state.is_up and not other.state.is_up)
+        one.keys = other.keys = ["ann", "created-since"]
+        one.use(0.5, "created-since")
         assert other.elsewhere.dollars == 1.0
         other.use(1.0)
         assert other.elsewhere.dollars == 2.0, "the other gateways are taken to use as much"
@@ -74,6 +77,15 @@ async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, On
     await until(lambda: one.state.is_up and other.state.is_up)
     await until(lambda: (one.elsewhere.dollars, other.elsewhere.dollars) == (1.0, 1.0), 3)
     assert not one.is_used_up
+    created = other.shared.elsewhere("created-since", time.time())
+    assert created == Spent(0.5, 10), "the use of a key that was created without the store is not lost"
+
+
+def test_other_gateways_use_as_much_of_a_key_that_was_created_without_the_store() -> None:
+    one = One("redis://127.0.0.1:1/0", "a")
+    one.state.gateways, one.keys = 3, ["ann", "created-since"]
+    one.use(1.0, "created-since")
+    assert one.shared.elsewhere("created-since", time.time()) == Spent(2.0, 20)
 
 
 def test_gateway_that_starts_without_the_store_takes_the_others_to_use_as_much_since_then() -> None:
