@@ -475,10 +475,10 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How full devices were at the last check, and when the next one is due."""
+    """How full devices were at the last check, and when the last regular one began."""
 
     watches: Mapping[str, Watch] = field(default_factory=dict)
-    due_at: float = 0.0
+    checked_at: float = 0.0
     needs_read: int | None = None
     """a regular check waits for this read"""
     check_requested: bool = False

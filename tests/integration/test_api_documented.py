@@ -110,7 +110,7 @@ async def _busy_service(start: Start) -> tuple[Service, SharedDevice]:
     await authority.reached(lambda: bool(authority.state.evictions))
     for mib in (0, 30, 730):  # growth of the model in use, then the memory of another program
         gpu.foreign_mib = mib
-        authority.check(regular=True)
+        await service.check_pressure()
     return service, gpu
 
 

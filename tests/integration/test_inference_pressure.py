@@ -16,8 +16,8 @@ from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start
 
 GPU = "gpu-0"
-NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
-"""Only the checks that a test requests."""
+SELDOM = {"PRESSURE_CHECK_INTERVAL_SECONDS": "5"}
+"""A regular check only when a test lets the clock run."""
 
 
 async def begin(
@@ -26,7 +26,7 @@ async def begin(
     estimator = FakeEstimator()
     estimator.sizes = sizes
     gpu = SharedDevice(foreign_mib)
-    service = await start(models, accelerator=gpu, estimator=estimator, **(NEVER | environ))
+    service = await start(models, accelerator=gpu, estimator=estimator, **(SELDOM | environ))
     gpu.service = service
     return service, gpu
 
@@ -65,15 +65,14 @@ async def test_shared_memory_has_one_level_and_one_restriction(start: Start) -> 
 
     service = await start(
         {"a": {"warm": False}, "b": {}}, probes=[Unified(), host], accelerator=Unified(), CPU_MEMORY_MAX_PERCENT="0.9",
-        **NEVER,
+        **SELDOM,
     )  # fmt: skip
     authority = service.authority
     host.service = service
-    authority.check(regular=False)
     await load(service, "a")
     await service.clock.advance(200)
     host.foreign_mib = 600
-    authority.check(regular=False)
+    await service.clock.advance(0.5)
     assert {name: str(found) for name, (_, found) in authority.levels().items()} == {
         GPU: "moderate",
         "cpu": "moderate",
@@ -81,7 +80,7 @@ async def test_shared_memory_has_one_level_and_one_restriction(start: Start) -> 
     await authority.reached(lambda: bool(authority.state.evictions))
     host.foreign_mib = 990
     for _ in range(5):
-        authority.check(regular=True)
+        await service.check_pressure()
     assert authority.restrictions() == {"cpu": Restriction.NO_LOADS}
     host.foreign_mib = 830
     with pytest.raises(MemoryLimitExceededError, match="cpu is too full"):
@@ -100,10 +99,10 @@ async def test_sample_has_the_share_of_sequences_in_use(start: Start) -> None:
 
 
 async def test_health_stats_history_and_metrics_have_the_same_level(start: Start) -> None:
-    service, gpu = await begin(start, {"a": {"parallel": 4}}, {"a": 300})
+    service, gpu = await begin(start, {"a": {"parallel": 4, "pinned": True}}, {"a": 300})
     await load(service, "a")
     gpu.foreign_mib = 650
-    service.authority.check(regular=True)
+    await service.check_pressure()
     for path in ("/health", "/memory/health"):
         status, body = await get(service, path)
         assert (status, json.loads(body)["devices"][GPU]["pressure"]) == (503, "critical")
@@ -113,9 +112,9 @@ async def test_health_stats_history_and_metrics_have_the_same_level(start: Start
     _, body = await get(service, "/metrics")
     assert 'inference_pressure_level{device="gpu-0"} 3.0' in body
     _, body = await get(service, "/memory/history", "minutes=5")
-    (sample,) = json.loads(body)["samples"]
-    assert sample["devices"][GPU]["pressure_level"] == "low"
-    assert {"timestamp", "active_requests", "pool_utilization", "models_loaded", "models_warm"} < set(sample)
+    first, last = json.loads(body)["samples"]
+    assert [sample["devices"][GPU]["pressure_level"] for sample in (first, last)] == ["low", "critical"]
+    assert {"timestamp", "active_requests", "pool_utilization", "models_loaded", "models_warm"} < set(last)
     for wrong in ("0", "-1", "x"):
         status, body = await get(service, "/memory/history", f"minutes={wrong}")
         assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.authority.lifecycle import Action, Reason
 from inference.authority.state import Timing
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import ModelState
@@ -81,7 +80,7 @@ async def test_random_operations_book_every_byte_once(start: Start, seed: int) -
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(30):
         model = authority.resolve(chance.choice("abc"))
-        match chance.choice(["use", "use", "use", "offload", "kill", "unload", "leave"]):
+        match chance.choice(["use", "use", "use", "offload", "kill", "unload", "drain"]):
             case "use":
                 ticket = authority.ask(model)
                 with contextlib.suppress(InferenceError):  # its worker was killed a moment ago
@@ -96,8 +95,8 @@ async def test_random_operations_book_every_byte_once(start: Start, seed: int) -
                     os.kill(model.running.worker.pid, signal.SIGKILL)
             case "unload":
                 await authority.unload(model, now=True)
-            case "leave":
-                authority.leave(model, Reason.PRESSURE, chance.choice(list(Action)))
+            case "drain":
+                await authority.unload(model)
         for device in ("cpu", "gpu-0"):
             balance = authority.ledger.balance(device)
             assert balance.ours_bytes <= authority.ledger.accounts[device].budget_bytes

@@ -21,7 +21,6 @@ from inference import worker_link
 from inference.api.relay import Flow
 from inference.authority.effects import Checkpoint, StopWorker
 from inference.authority.events import CrashReported
-from inference.authority.lifecycle import Action, Reason
 from inference.authority.quarantine import MOST_IN_A_ROW, Crash
 from inference.authority.runners.worker_runner import Worker, WorkerRunner
 from inference.authority.state import Timing
@@ -105,11 +104,12 @@ async def test_load_without_descriptors_fails_and_releases_its_reservation(start
 
 
 async def test_model_is_unloaded_if_file_descriptors_for_its_offload_are_missing(start: Start) -> None:
-    service = await start({"a": {}}, accelerator=FakeAccelerator())
+    service = await start({"a": {"idle_timeout": 60}}, accelerator=FakeAccelerator())
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)
+    await service.clock.advance(59)
     with descriptors_left(1):
-        authority.leave(model, Reason.IDLE, Action.OFFLOAD)
+        await service.clock.advance(2)
     await authority.reached(lambda: model.state is ModelState.COLD and empty(service))
 
 
@@ -230,8 +230,7 @@ async def test_http_client_of_a_worker_is_closed_when_the_service_ends_right_aft
         process = lease.process
         closing: list[asyncio.Task[None]] = []
         process.exited.add_done_callback(lambda _: closing.append(asyncio.create_task(authority.close())))
-        authority.leave(model, Reason.BY_HAND)
-        await process.exited
+        await authority.unload(model)
         await asyncio.sleep(0)
         await asyncio.gather(*closing)
     assert model.state is ModelState.COLD

@@ -37,7 +37,6 @@ from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
 from inference.worker_link import Grant as LoadOrder
 from inference.worker_link import Hold, Offloaded
-from tests.rigs import forced_events
 from tests.rigs.authority_world import CPU, World
 
 _S = ModelState
@@ -168,7 +167,7 @@ class CheckedWorld(World):
             if process is not None and model.state in SERVING and process.has_arena:
                 assert process.kv_bytes == budget, f"the worker of {model.id} has its budget"
             is_checked = state.pressure.watches != before.pressure.watches or isinstance(
-                event, forced_events.PressureChecked | events.DevicesRead | events.DevicesFound | events.SettingsChanged
+                event, events.DevicesRead | events.DevicesFound | events.SettingsChanged
             )
             worker = state.worker_of(model)
             is_filled = worker is not None and not worker.ending and model.state in SERVING

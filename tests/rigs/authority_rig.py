@@ -215,6 +215,12 @@ class LiveService:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.service, name)
 
+    async def check_pressure(self) -> None:
+        """Time passes until a regular check of the pressure is done."""
+        before = self.authority.state.pressure.history
+        await self.clock.advance(self.authority.state.settings.pressure_check_interval_seconds)
+        await self.authority.reached(lambda: self.authority.state.pressure.history != before)
+
 
 def empty(service: LiveService) -> bool:
     """Whether nothing is booked."""

@@ -12,7 +12,6 @@ from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
 from inference.authority.handlers.watching import advisor
 from inference.authority.leases import Lease, Ticket
-from inference.authority.lifecycle import Action, Reason
 from inference.authority.pressure.levels import Level, Use
 from inference.authority.shell import Authority
 from inference.authority.state import State, WorkerRecord
@@ -21,7 +20,6 @@ from inference.devices.device import Reading
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ModelState, ModelStatus
 from inference.workers.worker_process import WorkerProcess
-from tests.rigs import forced_events
 
 
 class LiveWorker:
@@ -185,10 +183,6 @@ class LiveAuthority:
         """Returns when the model is measured."""
         await self.dry_run(model)
 
-    def leave(self, model: LiveModel | str, reason: Reason, action: Action = Action.UNLOAD) -> None:
-        """Has a model leave as if that was decided."""
-        self.shell.dispatch(forced_events.DepartureWanted(id_of(model), str(reason), action))
-
     # --- figures -----------------------------------------------------------------------------------------------------
     def offloaded(self) -> list[dict[str, Any]]:
         """Warm models."""
@@ -217,10 +211,6 @@ class LiveAuthority:
         return device_view.readings(self.shell.state, self.shell.now)
 
     # --- time --------------------------------------------------------------------------------------------------------
-    def check(self, *, regular: bool) -> None:
-        """A check of the pressure now."""
-        self.shell.dispatch(forced_events.PressureChecked(self.shell.inventory.measured(), regular))
-
     async def reached(self, probe: Callable[[], bool], seconds: float = 10.0) -> None:
         """Returns once `probe` holds, which is evaluated after each step."""
         async with asyncio.timeout(seconds):

@@ -11,7 +11,6 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
-from tests.rigs import forced_events
 from tests.rigs.authority_checks import CheckedWorld
 from tests.rigs.authority_world import MIB, configuration
 
@@ -97,10 +96,10 @@ class StepWorld(CheckedWorld):
         self.send(events.DeviceNoticed())
         self.arrive()
 
-    def check_pressure(self, times: int = 1, *, regular: bool = True) -> None:
-        """The pressure is checked."""
+    def check_pressure(self, times: int = 1) -> None:
+        """Time passes until that many regular checks of the pressure are done."""
         for _ in range(times):
-            self.send(forced_events.PressureChecked(self.readings(), regular))
+            self.live(self.state.settings.pressure_check_interval_seconds)
 
     def booked(self, device: str) -> int:
         """MiB that models hold of a device."""

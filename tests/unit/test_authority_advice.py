@@ -23,7 +23,7 @@ class Site:
         self, *models: str, sizes: dict[str, int] | None = None, gpus: tuple[str, ...] = (GPU,), **settings: Any
     ) -> None:
         self.models: dict[str, dict[str, Any]] = {name: {"parallel": 1, "min_residency": 0} for name in models}
-        self.settings = {"pressure_check_interval_seconds": 3600, "enable_cpu_offload": False, **settings}
+        self.settings = {"pressure_check_interval_seconds": 5, "enable_cpu_offload": False, **settings}
         self.world = begin(self.models, sizes, gpus=gpus, **self.settings)
 
     def alerts(self) -> dict[Kind, dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from inference.authority.handlers.watching.governor import limits
 from inference.authority.lifecycle import Reason
 from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Restriction
+from inference.devices.signs import Sign
 from inference.errors import MemoryLimitExceededError
-from inference.protocol import DeviceState, ModelState
-from tests.rigs import forced_events
+from inference.protocol import ModelState
+from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld
 from tests.rigs.step_world import begin as begin_world
 
@@ -27,8 +27,7 @@ GPU = "gpu-0"
 def begin(
     models: dict[str, dict[str, Any]], sizes: dict[str, int], *, foreign_mib: int = 0, **settings: Any
 ) -> StepWorld:
-    """Only the checks of the test happen."""
-    settings = {"pressure_check_interval_seconds": 3600, **settings}
+    settings = {"pressure_check_interval_seconds": 5, **settings}
     world = begin_world(models, sizes, gpus=(GPU,), **settings)
     if foreign_mib:
         world.foreign_mib(GPU, foreign_mib)
@@ -76,7 +75,7 @@ def test_at_critical_all_idle_models_are_evicted_and_a_busy_one_stays() -> None:
 def test_model_that_fills_its_budget_stays_until_others_take_memory() -> None:
     world = begin({"a": {}}, {"a": 880}, foreign_mib=20, gpu_memory_max_percent=0.95)
     world.used("a")
-    world.live(290)
+    world.live(250)
     for foreign in (20, 25, 15, 30):
         world.foreign_mib(GPU, foreign)
         world.check_pressure()
@@ -89,7 +88,7 @@ def test_model_that_fills_its_budget_stays_until_others_take_memory() -> None:
 def test_without_the_governor_no_model_is_evicted_and_loads_are_refused() -> None:
     world = begin({"a": {}, "b": {}}, {"a": 300, "b": 500}, enable_memory_governor=False)
     world.used("a")
-    world.live(290)
+    world.live(200)
     world.foreign_mib(GPU, 690)
     world.check_pressure(8)
     assert (level(world), world.model("a").state) == (Level.EMERGENCY, S.READY)
@@ -119,7 +118,7 @@ def test_restrictions_limit_workers_refuse_loads_and_end_again() -> None:
     world = begin({"busy": {"parallel": 16}, "b": {}}, {"busy": 300, "b": 80})
     world.leased("busy")
     world.foreign_mib(GPU, 690)
-    world.check_pressure(6)
+    world.check_pressure(5)
     assert pressure_view.restrictions(world.state) == {GPU: Restriction.NO_LOADS, "cpu": Restriction.NONE}
     world.foreign_mib(GPU, 510)
     world.check_pressure()
@@ -148,7 +147,7 @@ def test_models_with_vision_adapters_or_a_draft_model_are_refused_before_others(
     world = begin({"busy": {}, "plain": {}, **extras}, sizes)
     world.leased("busy")
     world.foreign_mib(GPU, 690)
-    world.check_pressure(4)
+    world.check_pressure(3)
     assert pressure_view.restrictions(world.state)[GPU] is Restriction.NO_EXTRAS
     world.foreign_mib(GPU, 510)
     world.check_pressure()
@@ -164,7 +163,7 @@ def test_models_with_vision_adapters_or_a_draft_model_are_refused_before_others(
 def test_limit_counts_for_a_worker_that_starts_later() -> None:
     world = begin({"a": {"parallel": 8}}, {"a": 300})
     world.foreign_mib(GPU, 990)
-    world.check_pressure(3)
+    world.check_pressure(2)
     world.foreign_mib(GPU, 550)
     world.used("a")
     world.check_pressure()
@@ -190,7 +189,8 @@ def test_device_is_logged_as_an_error_from_critical_on() -> None:
         world.check_pressure()
     found = [(line.split()[3], level) for line, level in world.levels.items() if line.startswith("gpu-0 is at")]
     assert found == [
-        ("moderate", "INFO"), ("high", "WARNING"), ("critical", "ERROR"), ("emergency", "ERROR"), ("low", "INFO"),
+        ("moderate", "INFO"), ("high", "WARNING"), ("critical", "ERROR"),
+        ("emergency", "ERROR"), ("emergency", "ERROR"), ("low", "INFO"),
     ]  # fmt: skip
 
 
@@ -198,8 +198,8 @@ def test_lost_device_has_no_pressure() -> None:
     world = begin({"a": {}}, {"a": 300}, foreign_mib=990)
     alerts = advisor.alerts(world.state, world.now)
     assert GPU in [alert.subject for alert in alerts if alert.kind == "pressure"]
-    lost = [replace(reading, state=DeviceState.LOST) if reading.id == GPU else reading for reading in world.readings()]
-    world.send(forced_events.PressureChecked(tuple(lost), regular=True))
+    world.put_sign(GPU, Sign.MISSING)
+    world.check_pressure()
     assert set(pressure_view.restrictions(world.state)) == {"cpu"}
     alerts = advisor.alerts(world.state, world.now)
     assert GPU not in [alert.subject for alert in alerts if alert.kind == "pressure"]
@@ -216,6 +216,15 @@ def test_pressure_check_uses_the_last_figures_when_the_devices_cannot_be_read() 
             world.send(events.DevicesRead(world.readings(), "gone"))
     assert len(world.state.pressure.history) > before + 1
     assert any("could not read the devices" in line for line in world.log)
+
+
+def test_changed_interval_applies_to_the_next_check() -> None:
+    world = begin({}, {}, pressure_check_interval_seconds=3600)
+    world.live(10)
+    before = len(world.state.pressure.history)
+    world.change(configuration({}, pressure_check_interval_seconds=5))
+    world.live(1)
+    assert len(world.state.pressure.history) == before + 1
 
 
 def test_own_share_of_a_device_is_bounded_by_its_limit() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from inference.authority import events
 from inference.authority.lifecycle import Action, Departure, Reason
 from inference.protocol import ModelState, Priority
-from tests.rigs import forced_events
+from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import StepWorld, begin
 
 S = ModelState
@@ -201,9 +202,9 @@ def test_model_unloaded_by_hand_while_it_drains_is_unloaded_after_its_request() 
     assert world.state.evictions[-1].reason is Reason.BY_HAND
 
 
-def waiting_for_the_pool(reason: Reason) -> StepWorld:
-    """`a` has no request and leaves once the warm model `w`, which has a lower value, has left the pool."""
-    world = begin({"w": {}, "a": {}}, gpus=("gpu-0",), cpu_memory_max_percent=0.075)
+def with_warm_model(pool: float) -> StepWorld:
+    """`a` has no request; `w` is warm, has a lower value, and fills half of a pool of 600 MiB (0.15)."""
+    world = begin({"w": {}, "a": {}, "b": {}}, {"b": 900}, gpus=("gpu-0",), cpu_memory_max_percent=pool)
     for name, seconds in (("w", 1.0), ("a", 20.0)):
         ticket = world.want(name)
         world.live(seconds, events.Loaded)
@@ -213,15 +214,20 @@ def waiting_for_the_pool(reason: Reason) -> StepWorld:
             world.command(events.Offload("w"))
             world.live(5)
             assert world.model("w").state is S.WARM
-    world.send(forced_events.DepartureWanted("a", str(reason), Action.OFFLOAD))
-    assert world.model("w").state is S.UNLOADING
     return world
 
 
+def shrink_pool(world: StepWorld, **keys: Any) -> None:
+    """The pool has room for one model only; the model `a` gets these keys."""
+    models = {name: {"parallel": 1, "min_residency": 0} for name in world.state.models}
+    world.change(configuration(models | {"a": {**models["a"], **keys}}, cpu_memory_max_percent=0.075))
+
+
 def test_model_that_waits_for_the_pool_is_unloaded_at_once_when_its_settings_change() -> None:
-    world = waiting_for_the_pool(Reason.BY_HAND)
-    assert world.model("a").state is S.DRAINING
-    world.send(forced_events.DepartureWanted("a", str(Reason.CHANGED), Action.UNLOAD))
+    world = with_warm_model(pool=0.075)
+    world.command(events.Offload("a"))
+    assert (world.model("w").state, world.model("a").state) == (S.UNLOADING, S.DRAINING)
+    shrink_pool(world, context_length=512)
     assert world.model("a").state is S.UNLOADING
     world.live(5)
     assert world.model("a").state is S.COLD
@@ -229,10 +235,16 @@ def test_model_that_waits_for_the_pool_is_unloaded_at_once_when_its_settings_cha
 
 
 def test_model_that_waits_for_the_pool_accepts_requests_and_finishes_them() -> None:
-    world = waiting_for_the_pool(Reason.MEMORY_WANTED)
+    world = with_warm_model(pool=0.15)
+    lease, wish = world.leased("a"), world.want("b")
+    world.live(30)
+    shrink_pool(world)
+    world.finish(lease)
+    assert (world.model("w").state, world.model("a").state) == (S.UNLOADING, S.DRAINING)
+    world.withdraw(wish)
     assert world.model("a").state is S.READY
     lease = world.grants[world.want("a")]
-    world.send(forced_events.DepartureWanted("a", str(Reason.BY_HAND), Action.OFFLOAD))
+    world.command(events.Offload("a"))
     world.live(5)
     assert (world.model("w").state, world.model("a").state) == (S.COLD, S.DRAINING)
     world.finish(lease)

@@ -18,7 +18,6 @@ from inference.devices.device import Reading
 from inference.devices.signs import Sign
 from inference.errors import InvalidRequestError
 from inference.protocol import ExitCause, ModelState
-from tests.rigs import forced_events
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld, begin
 
@@ -208,10 +207,10 @@ def test_without_offload_no_model_is_kept_and_the_command_is_refused() -> None:
     assert isinstance(error, InvalidRequestError)
     assert "INFERENCE_ENABLE_CPU_OFFLOAD" in error.message
     assert world.model("a").state is S.READY
-    world.send(forced_events.DepartureWanted("a", str(Reason.IDLE), Action.OFFLOAD))
-    world.live(2)
+    world.live(300)
     assert world.model("a").state is S.COLD
-    assert world.state.evictions[-1].action is Action.UNLOAD
+    record = world.state.evictions[-1]
+    assert (record.action, record.reason) == (Action.UNLOAD, Reason.IDLE)
 
 
 def test_warm_model_is_dropped_when_its_file_changes() -> None:
@@ -240,10 +239,10 @@ def test_load_that_is_stopped_is_recorded_once() -> None:
     ticket = world.want("a")
     world.arrive(events.Loaded)
     world.withdraw(ticket)
-    for reason in (Reason.IDLE, Reason.BY_HAND):
-        world.send(forced_events.DepartureWanted("a", str(reason), Action.UNLOAD))
+    world.command(events.Unload("a"))
+    change(world, {"a": {"context_length": 512}})
     world.live(2)
-    assert [record.reason for record in world.state.evictions] == [Reason.IDLE]
+    assert [record.reason for record in world.state.evictions] == [Reason.BY_HAND]
 
 
 # --- suspended processes --------------------------------------------------------------------------------------------
@@ -353,7 +352,7 @@ def test_limit_of_a_worker_that_was_suspended_is_lifted_when_the_pressure_is_ove
     world.send(events.SuspensionTested("cuda", None))
     lease = world.leased("a")
     world.foreign_mib("gpu-0", 990)
-    world.check_pressure(2)
+    world.check_pressure()
     assert world.alive[process(world)].limit == 4
     world.foreign_mib("gpu-0", 0)
     world.finish(lease)
@@ -445,7 +444,7 @@ def test_models_do_not_stay_in_host_memory_whose_limit_is_lowered() -> None:
     models: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
     world = begin(models)
     world.used("a", "b")
-    world.send(forced_events.DepartureWanted("a", str(Reason.PRESSURE), Action.OFFLOAD))
+    world.command(events.Offload("a"))
     assert world.model("a").state is S.OFFLOADING
     change(world, models, cpu_memory_max_percent=0.01)
     world.live(5)

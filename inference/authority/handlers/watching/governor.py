@@ -41,22 +41,19 @@ _S = ModelState
 # --- when ------------------------------------------------------------------------------------------------------------
 def begin(draft: Draft) -> None:
     """The first check, when the devices are known."""
-    draft.set(pressure=replace(draft.state.pressure, due_at=draft.now + _interval(draft)))
+    draft.set(pressure=replace(draft.state.pressure, checked_at=draft.now))
     check(draft, regular=False)
     _sample(draft)
     advisor.report(draft)
 
 
-def _interval(draft: Draft) -> float:
-    return draft.state.settings.pressure_check_interval_seconds
-
-
 def tick(draft: Draft) -> None:
     """Begins a check that is due, or that a device needs."""
     pressure = draft.state.pressure
-    if draft.now >= pressure.due_at and pressure.needs_read is None:
+    due_at = pressure.checked_at + draft.state.settings.pressure_check_interval_seconds
+    if draft.now >= due_at and pressure.needs_read is None:
         needed = device_view.read(draft)
-        draft.set(pressure=replace(pressure, due_at=draft.now + _interval(draft), needs_read=needed))
+        draft.set(pressure=replace(pressure, checked_at=draft.now, needs_read=needed))
     elif pressure.check_requested or any(_needs_check(draft.state, use) for use in uses(draft.state, draft.now)):
         check(draft, regular=False)
 
