@@ -6,7 +6,6 @@ GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from gateway.settings import (
     node_source,
 )
 from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml
-from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.errors import ConfigError, Problem, did_you_mean
 from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 
 
@@ -99,11 +98,11 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
         at = known.get(name.upper())
         if at is None:
             within = next((one for one in known if one.startswith(f"{name.upper()}__")), None)
-            near = difflib.get_close_matches(name, [*known, *KEY_VARIABLES], n=1, cutoff=0.85)
+            advice = did_you_mean(name, [*known, *KEY_VARIABLES], shown=str, cutoff=0.85)
             if within is not None:
                 problems.append(Problem(f"this is a section; set one of its settings, for example {within}", key=name))
-            elif near or "__" in name:
-                problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=name))
+            elif advice or "__" in name:
+                problems.append(Problem(f"unknown setting{advice}", key=name))
             continue
         try:
             _put(data, at, _value(environ[name]))
@@ -159,9 +158,8 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
                     f"{entry!r} is not PROVIDER/MODEL; write for example local/{route if route != '*' else 'demo'}",
                 )
             elif provider not in known:
-                near = difflib.get_close_matches(provider, known, n=1)
-                advice = f"did you mean {near[0]!r}?" if near else f"known providers: {', '.join(known)}"
-                yield at, f"{entry!r}: unknown provider; {advice}"
+                advice = did_you_mean(provider, known, f"known providers: {', '.join(known)}")
+                yield at, f"{entry!r}: unknown provider{advice}"
             elif "*" in model and model != "*":
                 yield at, f"{entry!r}: `*` must be the whole model name"
         yield from _parameter_problems(("routes", route, "parameters"), settings.parameters)

@@ -5,7 +5,6 @@ Some of them are defaults for models in models.yaml.
 
 from __future__ import annotations
 
-import difflib
 import re
 import socket
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from headgate.shared.configfile import Bytes, Duration, did_you_mean, meant
-from headgate.shared.errors import Problem
+from headgate.shared.configfile import Bytes, Duration, meant
+from headgate.shared.errors import Problem, did_you_mean
 from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 from headgate.shared.units import GIB, MIB, format_bytes, parse_bytes
 from inference.protocol import Priority
@@ -368,9 +367,9 @@ def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: lis
             values[name] = environ[variable]
             continue
         flat = "_".join(part for part in variable.split("_") if part)
-        near = difflib.get_close_matches(flat, known, n=1, cutoff=0.85)
-        if near or "__" in variable:
-            problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=variable))
+        advice = did_you_mean(flat, known, shown=str, cutoff=0.85)
+        if advice or "__" in variable:
+            problems.append(Problem(f"unknown setting{advice}", key=variable))
     values.update({name: value for name, value in overrides.items() if value is not None})
     try:
         return InferenceSettings.model_validate(values)
@@ -399,11 +398,10 @@ def parse_choice(text: str) -> tuple[int, ...] | None:
     if choice.lower().startswith(SIMULATED):
         return simulated_sizes(choice[len(SIMULATED) :])
     known = {choice: choice for choice in DEVICE_CHOICES} | {"sim": SIMULATED_EXAMPLE}
-    near = difflib.get_close_matches(choice.lower().partition(":")[0], known, n=1, cutoff=0.5)
-    meant = f" (did you mean {known[near[0]]}?)" if near else ""
+    advice = did_you_mean(choice.partition(":")[0], known, shown=known.__getitem__, cutoff=0.5)
     raise ValueError(
         f"{text!r} is not a valid list of devices; write auto, cpu, or simulated devices such as {SIMULATED_EXAMPLE}"
-        f"{meant}"
+        f"{advice}"
     )
 
 

@@ -5,7 +5,6 @@ Precedence: command line, environment (and `.env`), file, default. INFERENCE_* a
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections import Counter
@@ -18,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from headgate.shared import configfile
 from headgate.shared.configfile import Bytes, Duration
-from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.errors import ConfigError, Problem, did_you_mean
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
 from inference.environment_settings import (
@@ -384,9 +383,9 @@ def resolve_path(source: str, models_dir: Path) -> tuple[ModelFile | None, str |
     kind, separator, rest = source.partition(":")
     if separator and kind == "bundled":
         if rest not in BUNDLED:
-            near = difflib.get_close_matches(rest, BUNDLED, n=1)
-            hint = f"did you mean bundled:{near[0]}?" if near else f"bundled models: {', '.join(BUNDLED)}"
-            return None, f"unknown bundled model {rest!r}; {hint}"
+            otherwise = f"bundled models: {', '.join(BUNDLED)}"
+            hint = did_you_mean(rest, BUNDLED, otherwise, shown=lambda near: f"bundled:{near}")
+            return None, f"unknown bundled model {rest!r}{hint}"
         return ModelFile(bundled_path(rest)), None
     if source.startswith(HUB):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from gateway.access.authentication import Key
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.runtime import Runtime
+from headgate.shared.errors import did_you_mean
 from inference.protocol import Code
 
 VIEW_SECONDS = 1.0
@@ -48,9 +48,8 @@ def router(runtime: Runtime) -> APIRouter:
 def unknown_model(name: str, known: Iterable[str]) -> RequestError:
     """The error for an unknown model, with a similar name when there is one."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(names[:20]) or 'none'}"
-    return RequestError(Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}; {advice}", param="model")
+    advice = did_you_mean(name, names, f"known models: {', '.join(names[:20]) or 'none'}")
+    return RequestError(Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}{advice}", param="model")
 
 
 def models_of(runtime: Runtime, key: Key) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,6 @@ It writes no file but schemas and imported configurations.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import importlib.util
 import json
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.cli.command import Command, Session
-from headgate.shared.errors import ConfigError, Exit, HeadgateError, Problem
+from headgate.shared.errors import ConfigError, Exit, HeadgateError, Problem, did_you_mean
 from headgate.shared.state_directory import SECRET_NAMES
 from headgate.shared.state_files import write_atomic
 
@@ -127,8 +126,7 @@ def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
                     f"{model!r}, which it does not name; give the model another name"
                 )
             elif provider == "local" and model not in ("*", SMALLER) and model not in inference.names:
-                near = difflib.get_close_matches(model, [*inference.names, SMALLER], n=1)
-                advice = f"; did you mean local/{near[0]}?" if near else ""
+                advice = did_you_mean(model, [*inference.names, SMALLER], shown=lambda near: f"local/{near}")
                 yield f"routes.{name}.chain: models.yaml has no model {model!r}{advice}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -245,10 +244,12 @@ def _dispatch(words: list[str], terminal: Terminal) -> int:
         terminal.data(f"{PROGRAM} {__version__}")
         return 0
     if words[0] not in VERBS:
-        near = difflib.get_close_matches(words[0], VERBS, n=1)
-        advice = f"did you mean `{PROGRAM} {near[0]}`?" if near else f"`{PROGRAM} --help` lists the verbs"
+        from headgate.shared.errors import did_you_mean
+
+        otherwise = f"`{PROGRAM} --help` lists the verbs"
+        advice = did_you_mean(words[0], VERBS, otherwise, shown=lambda near: f"`{PROGRAM} {near}`")
         kind = "option" if words[0].startswith("-") else "verb"
-        terminal.say(f"{PROGRAM}: unknown {kind} {words[0]!r}; {advice}")
+        terminal.say(f"{PROGRAM}: unknown {kind} {words[0]!r}{advice}")
         return 2
     return _run(VERBS[words[0]], words[1:], terminal)
 

@@ -8,19 +8,18 @@ another setting is quoted.
 
 from __future__ import annotations
 
-import difflib
 import re
 import stat
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.errors import ConfigError, Problem, did_you_mean
 from headgate.shared.state_directory import SECRET_NAMES, packaged_defaults
 from headgate.shared.units import parse_bytes, parse_duration
 
@@ -255,8 +254,7 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
     line = next((lines[written[:end]] for end in range(len(written), 0, -1) if written[:end] in lines), None)
     if item["type"] == "extra_forbidden":
         known = _keys_at(model, loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
-        message = "unknown key" + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
+        message = "unknown key" + did_you_mean(str(loc[-1]), known, f"known keys: {', '.join(known)}")
     elif item["type"] == "missing":
         message = "this key is required"
     elif item["type"] in _WRONG_KIND:
@@ -271,14 +269,8 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
     return Problem(message, key=".".join(map(str, written)), file=path, line=line)
 
 
-def did_you_mean(value: object, choices: Iterable[str]) -> str:
-    """The choice that resembles `value`, as the end of a message; empty if there is none."""
-    near = difflib.get_close_matches(value[:64].lower(), choices, n=1) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def meant(item: Any) -> str:
-    """The same for an error of pydantic about a value that is none of its choices."""
+    """The end of the message for an error of pydantic about a value that is none of its choices."""
     if item["type"] not in ("literal_error", "enum"):
         return ""
     return did_you_mean(item.get("input"), re.findall(r"'([^']*)'", str(item["ctx"]["expected"])))

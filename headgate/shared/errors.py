@@ -9,7 +9,8 @@ HeadgateError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -31,6 +32,20 @@ class HeadgateError(Exception):
     """Base class of the errors that are shown to the user. `exit_code` is the exit code of the process."""
 
     exit_code: Exit = Exit.FAILURE
+
+
+def did_you_mean(
+    value: object,
+    choices: Iterable[str],
+    otherwise: str = "",
+    *,
+    shown: Callable[[str], str] = repr,
+    cutoff: float = 0.6,
+) -> str:
+    """The end of a message about an unknown name: the choice that resembles it, as `shown`, or else `otherwise`."""
+    names = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value[:64].lower(), names, n=1, cutoff=cutoff) if isinstance(value, str) else []
+    return f"; did you mean {shown(names[near[0]])}?" if near else otherwise and f"; {otherwise}"
 
 
 @dataclass(frozen=True, slots=True)

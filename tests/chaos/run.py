@@ -65,15 +65,17 @@ async def _run(system: System, results: Results) -> None:
         if settings.measures:
             results.cold_start_seconds = await settling.all_answer()
         injector, watch = Injector(system, load, clock), Watch(system, clock)
-        async with fault_runs.during(watch.run()):
-            load.begin(settings.users)
-            await fault_runs.inject(results.planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
-            await load.end()
-            if settings.settles:
-                results.settled = await settling.run(measures=settings.measures)
+        with fault_runs.reported_errors(results.violations, clock):
+            async with fault_runs.during(watch.run()):
+                load.begin(settings.users)
+                await fault_runs.inject(results.planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
+                await load.end()
+                if settings.settles:
+                    await settling.run(measures=settings.measures)
+        results.settled = settling.found
         results.outcomes = [*load.outcomes, *load.open.values()]
         results.done, results.restarts, results.looks = injector.done, injector.restarts, watch.samples
-        results.violations = [*_judged(injector, results), *watch.violations, *results.settled.violations]
+        results.violations += [*_judged(injector, results), *watch.violations, *results.settled.violations]
     results.seconds = clock()
 
 

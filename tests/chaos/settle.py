@@ -55,7 +55,7 @@ class Settling:
         await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
         return {name: at - began for name, at in self._answered.items()}
 
-    async def run(self, *, measures: bool = True) -> Settled:
+    async def run(self, *, measures: bool = True) -> None:
         """Waits for backoffs, then for answers; unloads everything and looks at what is left.
 
         With `measures` everything is loaded once more in between, to know what that takes.
@@ -80,7 +80,6 @@ class Settling:
         await self._until("the ledger is empty", self._empty, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("devices are empty", self._freed, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("sockets are removed", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
-        return self.found
 
     async def _heal(self) -> None:
         self._system.disk.clear()

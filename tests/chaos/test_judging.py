@@ -18,6 +18,7 @@ from tests.chaos.judge import (
     End,
     Facts,
     Outcome,
+    Violation,
     Window,
     conversations,
     kv_violations,
@@ -26,6 +27,7 @@ from tests.chaos.judge import (
 )
 from tests.chaos.plan import LEAST_SHARE, Kind, events, shares
 from tests.chaos.watch import Since, on_cpu, unbalanced, unowned, waiting
+from tests.rigs import fault_runs
 
 MODELS, DEVICES = ("a", "b", "c"), ("gpu-0", "gpu-1")
 GOOD = Outcome(
@@ -240,3 +242,17 @@ def test_models_in_transition_and_queues_are_watched() -> None:
         "c": ModelStatus("c", ModelState.READY, replicas=(READY, replace(READY, id="c@2", state=ModelState.DRAINING))),
     }
     assert list(waiting(models).values()) == ["a is loading", "2 wait for b, which is cold", "c@2 is draining"]
+
+
+async def test_error_of_the_suite_is_reported_with_the_run() -> None:
+    async def fail(_event: Any) -> None:
+        raise ValueError("a defect of the injector")
+
+    found: list[Violation] = []
+    clock = fault_runs.stopwatch()
+    with fault_runs.reported_errors(found, clock):
+        planned = [replace(event, at_seconds=0.0) for event in events(1, 5, 1.0, MODELS, DEVICES, KINDS)]
+        await fault_runs.inject(planned, fail, clock, 1, 60.0)
+    (violation,) = found
+    assert violation.promise == fault_runs.NO_ERROR
+    assert "ValueError: a defect of the injector" in violation.seen

@@ -63,17 +63,18 @@ async def _run(fleet: Fleet, results: Results) -> None:
     async with Load(fleet, known, clock, settings.seed) as load:
         injector = Injector(fleet, load, clock, facts)
         settling = Settling(fleet, load, injector, clock)
-        async with fault_runs.during(settling.watch()):
-            load.begin(USERS)
-            await fault_runs.inject(planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
-            await load.end()
-            if settings.settles:
-                await settling.run()
+        with fault_runs.reported_errors(results.violations, clock):
+            async with fault_runs.during(settling.watch()):
+                load.begin(USERS)
+                await fault_runs.inject(planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
+                await load.end()
+                if settings.settles:
+                    await settling.run()
         results.outcomes = [*load.outcomes, *load.open.values()]
     results.done, results.probes_at_once, results.admitted = injector.done, injector.probes_at_once, injector.admitted
     results.recovery_seconds, results.looks = injector.recovery_seconds, settling.looks
     results.struck = injector.struck
-    results.violations = [
+    results.violations += [
         *judge.violations(results.outcomes, facts), *injector.violations, *settling.violations,
     ]  # fmt: skip
     results.seconds = clock()

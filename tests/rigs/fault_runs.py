@@ -10,6 +10,7 @@ import math
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.figures import Bar
+from tests.chaos.judge import Violation
 from tests.rigs.stack import REPOSITORY
 
 Figures = dict[str, Any]
+NO_ERROR = "the suite itself has no error"
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def main(suite: Suite) -> int:
         bars += suite.bars(runs["run"], given.events)
     for name in {"all": list(suite.promises), "none": []}.get(given.plants, given.plants.split(",")):
         runs[name] = _one(suite, suite.planted(name, given.seed))
-        found = sum(one["promise"] == suite.promises[name] for one in runs[name]["violations"])
+        violated = [one["promise"] for one in runs[name]["violations"]]
+        found = 0 if NO_ERROR in violated else violated.count(suite.promises[name])
         bars.append(Bar(f"{suite.name}_finds_{name}", found, "violations", ">=", 1))
     given.results.parent.mkdir(parents=True, exist_ok=True)
     given.results.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -191,6 +195,15 @@ async def inject(
             if clock() - start > most_seconds:
                 break
             under_way.create_task(run(event), name=f"{event.number} {event.kind}")
+
+
+@contextlib.contextmanager
+def reported_errors(violations: list[Violation], clock: Callable[[], float]) -> Iterator[None]:
+    """Ends the block at an error of the suite, as a violation: the figures until then are reported."""
+    try:
+        yield
+    except Exception as error:
+        violations.append(Violation(NO_ERROR, clock(), "".join(traceback.format_exception(error)).rstrip()))
 
 
 @contextlib.asynccontextmanager

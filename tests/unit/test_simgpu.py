@@ -41,10 +41,10 @@ def test_device_settings_are_parsed(text: str, sizes: tuple[int, ...] | None) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tpu", "(did you mean cpu?)"),
-        ("Auto", "(did you mean auto?)"),
-        ("simm:2x600MiB", "(did you mean sim:2x600MiB?)"),
-        ("sim", "(did you mean sim:2x600MiB?)"),
+        ("tpu", "; did you mean cpu?"),
+        ("Auto", "; did you mean auto?"),
+        ("simm:2x600MiB", "; did you mean sim:2x600MiB?"),
+        ("sim", "; did you mean sim:2x600MiB?"),
         ("2x600MiB", "such as sim:2x600MiB"),
         ("sim:", "need a size"),
         ("sim:1GiB,,", "need a size"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from gateway.apis.openai.generation_request import ChatRequest, InferenceRequest, changed, normalized, typed
 from headgate.shared.bodies.body_decoder import InvalidBodyError
 from headgate.shared.bodies.openai_bodies import GenerationFields, decode_chat
+from headgate.shared.errors import did_you_mean
 from headgate.shared.parameters import PARAMETERS
 
 TEMPLATE_VARIABLES = "chat_template_kwargs"
@@ -30,10 +30,9 @@ def problem_of_name(name: str) -> str | None:
     """Why a route cannot have a parameter of this name; None if it can."""
     if name in NAMES:
         return None
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    first = next((one for one, other in _OTHER_NAMES.items() if other == name), None)
-    advice = f"did you mean {first or near[0]}?" if first or near else f"known parameters: {', '.join(sorted(NAMES))}"
-    return f"{name[:64]!r} is not a parameter that a route can set; {advice}"
+    first = next((one for one, other in _OTHER_NAMES.items() if other == name), name)
+    advice = did_you_mean(first, NAMES, f"known parameters: {', '.join(sorted(NAMES))}", shown=str)
+    return f"{name[:64]!r} is not a parameter that a route can set{advice}"
 
 
 def problems_of_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ clients with it, and a worker decodes the bodies that the gateway sends.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -20,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Meta
 from msgspec import inspect as types
 
+from headgate.shared.errors import did_you_mean
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, json_kind
 
 INVALID = "invalid_request"
@@ -190,12 +190,11 @@ def _merge(value: Any) -> None:
 def refuse_unknown(name: str, type_: type[msgspec.Struct], prefix: str, path: str) -> NoReturn:
     """Raises the InvalidBodyError for a field that `type_` does not have."""
     known = [one for one in _layout(type_)[0] if one[0] != "$" and not (path and one in HOP_FIELDS)]
-    near = difflib.get_close_matches(name[:64], known, n=1)
     param = f"{prefix}{name[:64]}"
     if not path:
-        refuse(param, f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    advice = f"did you mean `{prefix}{near[0]}`?" if near else "leave it out"
-    refuse(param, f"`{param}` is not a parameter of {path}; {advice}", UNSUPPORTED)
+        refuse(param, f"unknown field {name[:64]!r}" + did_you_mean(name, known, shown=str))
+    advice = did_you_mean(name, known, "leave it out", shown=lambda near: f"`{prefix}{near}`")
+    refuse(param, f"`{param}` is not a parameter of {path}{advice}", UNSUPPORTED)
 
 
 def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct], path: str) -> NoReturn:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from headgate.shared.errors import did_you_mean
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("", "figures and counters; changes nothing"),
@@ -51,9 +52,8 @@ def parse(data: object, devices: list[str]) -> Order:
         raise ValueError('a command is an object such as {"do": "status"}')
     name = data.get("do")
     if not isinstance(name, str) or name not in COMMANDS:
-        near = difflib.get_close_matches(str(name), COMMANDS, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name!r} is not a command{meant} (commands: {', '.join(COMMANDS)})")
+        advice = did_you_mean(name, COMMANDS, shown=str)
+        raise ValueError(f"{name!r} is not a command{advice} (commands: {', '.join(COMMANDS)})")
     parameter, _what = COMMANDS[name]
     unknown = set(data) - {"do", "device", parameter}
     if unknown:
