@@ -74,15 +74,13 @@ def make_app(runtime: Runtime) -> Edge:
         return runtime.config.hosted_tools == "leave_out"
 
     responding = ResponsesApi(store, omit_hosted_tools, lambda: runtime.config.max_body, shared)
-    prepare = None if shared is None else responding.prepare
     messages = MessagesApi(omit_hosted_tools)
     apis = (*STATELESS_APIS, messages, responding)
     hot: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
-    hot[responding.path] = Generation(runtime, responding.parse, prepare=prepare)
     hot[ui_routes.CHAT] = Generation(runtime, OpenAIApi(Endpoint.CHAT).parse, dashboard.admit)
     hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
     hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
-        runtime, responding.parse, {"object": "response.input_tokens"}, prepare
+        runtime, responding.parse, {"object": "response.input_tokens"}
     )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods

@@ -9,7 +9,7 @@ Inside the gateway only OpenAI's format is used. Contract, on which `gateway.end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from gateway.apis.openai.frames import Frame
@@ -71,8 +71,11 @@ class PublicApi(Protocol):
         """The path of POST requests."""
         ...
 
-    def parse(self, raw: bytes, owner: str) -> ApiRequest:
-        """The request in `raw`; raises RequestError. Stored data is available to `owner` (digest of the key) only."""
+    def parse(self, raw: bytes, owner: str) -> ApiRequest | Awaitable[ApiRequest]:
+        """The request in `raw`; raises RequestError. Stored data is available to `owner` (digest of the key) only.
+
+        An awaitable gets stored data that the request refers to from other gateways.
+        """
         ...
 
     def error(self, error: GatewayError) -> dict[str, Any]:

@@ -58,6 +58,9 @@ S = TypeVar("S", bound=str)
 Admit = Callable[[Exchange], tuple[Key, str]]
 """The key of a request and its tenant; raises RequestError (401, 403)."""
 
+Parse = Callable[[bytes, str], ApiRequest | Awaitable[ApiRequest]]
+"""Decodes a body, with the digest of the key: see `gateway.apis.public_api.PublicApi.parse`."""
+
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
 _NO_METER = contextlib.nullcontext()
@@ -100,10 +103,7 @@ class Job:
 
 
 class RequestApp(ABC):
-    """The ASGI application behind one path. `parse` decodes a body, with the digest of the key; raises RequestError.
-
-    `admit` replaces the check of the API key in the headers. `prepare` gets what a body refers to before `parse`.
-    """
+    """The ASGI application behind one path. `admit` replaces the check of the API key in the headers."""
 
     takes_tokens = True
     """Whether the request counts towards the key's limit of tokens."""
@@ -111,12 +111,10 @@ class RequestApp(ABC):
     def __init__(
         self,
         runtime: Runtime,
-        parse: Callable[[bytes, str], ApiRequest],
+        parse: Parse,
         admit: Admit | None = None,
-        prepare: Callable[[bytes, str], Awaitable[None]] | None = None,
     ) -> None:
         self.runtime = runtime
-        self._prepare = prepare
         self._parse = parse
         self._admit = admit or (lambda exchange: runtime.keys.admit(exchange.headers, "use"))
 
@@ -166,10 +164,10 @@ class RequestApp(ABC):
             if (raw := take_buffered_body(exchange, max_body)) is None:
                 raw = await read_body(receive, headers, max_body)
             record.priority, record.retries = context.priority, context.retries
-            if self._prepare is not None:
-                await self._prepare(raw, key.digest.hex())
             try:
                 parsed = self._parse(raw, key.digest.hex())
+                if isinstance(parsed, Awaitable):
+                    parsed = await parsed
             except RequestError as error:
                 record.note_refused_body(raw, error)
                 raise

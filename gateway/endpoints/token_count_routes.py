@@ -8,14 +8,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.public_api import ApiRequest
-from gateway.endpoints.serve import Job, RequestApp, log_end
+from gateway.endpoints.serve import Job, Parse, RequestApp, log_end
 from gateway.errors import PassedOnError, UpstreamError, UpstreamKind
 from gateway.providers.provider import Call, CountsTokens
 from gateway.routing.budget import Budget
@@ -46,11 +45,10 @@ class CountTokens(RequestApp):
     def __init__(
         self,
         runtime: Runtime,
-        parse: Callable[[bytes, str], ApiRequest],
+        parse: Parse,
         extra: Mapping[str, Any] | None = None,
-        prepare: Callable[[bytes, str], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(runtime, parse, prepare=prepare)
+        super().__init__(runtime, parse)
         self._extra = extra or {}
 
     async def run(self, job: Job) -> bytes | None:

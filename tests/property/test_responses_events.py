@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
 from gateway.apis.responses.responses_events import Head, Stream
-from gateway.apis.responses.responses_request import parse
 from headgate.shared.sse import SseSplitter
+from tests.rigs.typed_bodies import parse_responses
 
 pytestmark = pytest.mark.unmeasured
 
-_ASKED = parse(b'{"model":"m","input":"x"}', lambda _: None, lambda _: None)
+_ASKED = parse_responses(b'{"model":"m","input":"x"}', lambda _: None, lambda _: None)
 _HEAD = Head("ab", 1, "m", _ASKED.echo, _ASKED.names)
 _WORDS = st.text(max_size=5)
 _CALLS = st.lists(st.tuples(st.sampled_from(["f", "g"]), st.lists(_WORDS, max_size=3)), max_size=3)

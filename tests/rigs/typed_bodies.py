@@ -11,6 +11,8 @@ import orjson
 from gateway.apis.messages_body import CountedRequest, Thinking
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES, AnyRequest, ChatRequest
+from gateway.apis.responses import responses_request
+from gateway.apis.responses.responses_request import FindItem, Recall, ResponsesRequest
 from gateway.providers import provider
 from gateway.providers.anthropic import anthropic_models, anthropic_native, anthropic_request
 from gateway.providers.openai import openai_request
@@ -71,6 +73,12 @@ def to_anthropic(body: Json | AnyRequest, model: str) -> dict[str, Any]:
 def unsupported_by_anthropic(body: Json | AnyRequest, model: str | None = None) -> Mapping[str, str]:
     """See `anthropic_request.unsupported_params`."""
     return anthropic_request.unsupported_params(chat(body), model)
+
+
+def parse_responses(raw: bytes, recall: Recall, find_item: FindItem, **options: bool) -> ResponsesRequest:
+    """A request of the Responses API, as the gateway decodes and translates it."""
+    body = responses_request.decoded(raw, **options)
+    return responses_request.translated(body, len(raw), recall, find_item)
 
 
 def template_messages(messages: list[Any]) -> tuple[Json, ...]:

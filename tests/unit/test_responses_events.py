@@ -16,10 +16,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
 from gateway.apis.responses.responses_events import Head, Stream, answered, dumps
-from gateway.apis.responses.responses_request import parse
 from headgate.shared.sse import SseSplitter
 from inference.protocol import Code
 from tests.rigs.fake_provider.strict import strictly
+from tests.rigs.typed_bodies import parse_responses
 
 GOLDEN = Path(__file__).parent / "golden" / "responses"
 BODY = {"model": "demo", "input": "Hi", "stream": True, "instructions": "Be brief."}
@@ -37,7 +37,7 @@ USAGE = {
 
 
 def head(with_encrypted_content: bool = False, **body: Any) -> Head:
-    found = parse(json.dumps({**BODY, **body}).encode(), lambda _: None, lambda _: None)
+    found = parse_responses(json.dumps({**BODY, **body}).encode(), lambda _: None, lambda _: None)
     return Head("0123456789abcdef", 1700000000, "demo", found.echo, found.names, with_encrypted_content)
 
 

@@ -13,12 +13,12 @@ from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse as parse_chat
 from gateway.apis.openai.generation_request import short_name
 from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
-from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
+from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, decoded, references
 from gateway.apis.responses_body import REFUSED, InputItem, MessageItem, responses_schema, stored_items
 from gateway.errors import RequestError
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules
-from tests.rigs.typed_bodies import json_of, to_openai
+from tests.rigs.typed_bodies import json_of, parse_responses, to_openai
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 PDF = "data:application/pdf;base64,JVBERi0="
@@ -39,7 +39,7 @@ def nothing(_: str) -> None:
 
 def parsed(recall: Any = None, /, **body: Any) -> ResponsesRequest:
     raw = json.dumps({"model": "demo", "input": "Hi", **body}).encode()
-    found = parse(raw, recall or nothing, nothing)
+    found = parse_responses(raw, recall or nothing, nothing)
     parse_chat(Endpoint.CHAT, json.dumps(json_of(found.request.body)).encode())  # the result is a valid chat body
     return found
 
@@ -55,7 +55,7 @@ def messages(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
 
 def refusal(recall: Any = None, /, **body: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps({"model": "demo", "input": "Hi", **body}).encode(), recall or nothing, nothing)
+        parse_responses(json.dumps({"model": "demo", "input": "Hi", **body}).encode(), recall or nothing, nothing)
     assert caught.value.status == 400
     return caught.value
 
@@ -423,17 +423,19 @@ def test_hosted_tools_are_left_out_if_configured() -> None:
     """The echo of the Response has no such tool either."""
     hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
     raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
-    found = parse(raw, nothing, nothing, omit_hosted_tools=True)
+    found = parse_responses(raw, nothing, nothing, omit_hosted_tools=True)
     assert [tool["function"]["name"] for tool in json_of(found.request.body)["tools"]] == ["add"]
     assert [tool["name"] for tool in found.echo["tools"]] == ["add"]
-    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, omit_hosted_tools=True)
+    none_left = parse_responses(
+        b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, omit_hosted_tools=True
+    )
     assert "tools" not in json_of(none_left.request.body)
 
 
 @pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
 def test_invalid_tools_are_rejected_even_if_hosted_tools_are_left_out(tools: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse(
+        parse_responses(
             json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(),
             nothing,
             nothing,
@@ -527,7 +529,7 @@ def test_references_to_files_are_rejected(part: dict[str, Any], param: str) -> N
 
 def test_invalid_json_is_rejected() -> None:
     with pytest.raises(RequestError):
-        parse(b"{", nothing, nothing)
+        parse_responses(b"{", nothing, nothing)
 
 
 def typed(items: Iterable[dict[str, Any]]) -> list[InputItem]:
@@ -560,7 +562,7 @@ def test_item_reference_is_replaced_by_the_stored_item() -> None:
         {"role": "user", "content": "Two"},
     ]}  # fmt: skip
     raw = json.dumps(body).encode()
-    found = parse(raw, nothing, {"msg_1": (*typed([item]), 500)}.get)
+    found = parse_responses(raw, nothing, {"msg_1": (*typed([item]), 500)}.get)
     assert json_of(found.request.body)["messages"] == [
         {"role": "user", "content": "One"}, {"role": "assistant", "content": "1"},
         {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two"},
@@ -572,7 +574,7 @@ def test_item_reference_is_replaced_by_the_stored_item() -> None:
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_2"}, {"id": "msg_2"}])
 def test_unknown_item_is_an_error_with_advice(reference: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps({"model": "demo", "input": [reference]}).encode(), nothing, nothing)
+        parse_responses(json.dumps({"model": "demo", "input": [reference]}).encode(), nothing, nothing)
     assert (caught.value.status, caught.value.param) == (404, "input[0]")
     assert all(words in caught.value.message for words in ("msg_2", "Send the item itself", "store: false"))
 
@@ -653,3 +655,17 @@ def test_parameter_of_chat_is_rejected_with_its_name_in_responses(name: str, own
     error = refusal(**{name: 5})
     assert (error.param, error.code) == (name, Code.UNSUPPORTED_PARAMETER)
     assert f"calls it `{own}`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"input": "Hi"}, (None, [])),
+        ({"previous_response_id": "resp_1"}, ("resp_1", [])),
+        ({"input": [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}]}, (None, ["msg_1"])),
+    ],
+)
+def test_references_to_stored_responses_are_known_before_the_translation(
+    body: dict[str, Any], expected: tuple[str | None, list[str]]
+) -> None:
+    assert references(decoded(json.dumps({"model": "demo", **body}).encode())) == expected

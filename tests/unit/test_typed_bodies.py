@@ -12,13 +12,12 @@ import pytest
 from gateway.apis.messages import messages_request
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import ChatRequest, changed, parse
-from gateway.apis.responses import responses_request
 from gateway.errors import RequestError
 from gateway.routing.resume_policy import why_not_resumable
 from headgate.shared.bodies.body_decoder import as_json, decode
 from headgate.shared.bodies.openai_bodies import AnswerSoFar, Message
 from inference.protocol import Code
-from tests.rigs.typed_bodies import chat, to_anthropic, unsupported_by_anthropic
+from tests.rigs.typed_bodies import chat, parse_responses, to_anthropic, unsupported_by_anthropic
 
 HI = {"role": "user", "content": "Hi"}
 
@@ -107,10 +106,10 @@ def test_null_and_empty_values_of_unsupported_fields_are_ignored() -> None:
 def test_max_output_tokens_is_positive_or_minus_one(limit: int, is_accepted: bool) -> None:
     raw = json.dumps({"model": "m", "input": "Hi", "max_output_tokens": limit}).encode()
     if is_accepted:
-        responses_request.parse(raw, lambda _: None, lambda _: None)
+        parse_responses(raw, lambda _: None, lambda _: None)
         return
     with pytest.raises(RequestError, match="`max_output_tokens` must be between 1 and"):
-        responses_request.parse(raw, lambda _: None, lambda _: None)
+        parse_responses(raw, lambda _: None, lambda _: None)
 
 
 def test_refusals_in_a_history_are_text_for_anthropic() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,9 +18,9 @@ from gateway.apis.openai.frames import EVENT_STREAM, Frame
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.apis.responses.responses_events import Answer, Head, Stream, answered
 from gateway.apis.responses.responses_items import listed
-from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
+from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, decoded, references, translated
 from gateway.apis.responses.responses_store import Store
-from gateway.apis.responses_body import REFERENCE, InputItem, stored_items
+from gateway.apis.responses_body import InputItem, ResponsesBody, stored_items
 from gateway.errors import GatewayError, RequestError
 from inference.protocol import Code
 
@@ -45,8 +45,6 @@ _NAMES = {
     "logprobs": "include",
 }
 """The client's name of a parameter, by the internal name."""
-
-_PREVIOUS, _REFERENCE = b'"previous_response_id"', f'"{REFERENCE}"'.encode()
 
 NOT_SHARED = "The store that gateways share does not answer, so responses of other gateways cannot be read now."
 
@@ -91,27 +89,31 @@ class ResponsesApi:
         self._omit_hosted_tools = omit_hosted_tools
         self._most_bytes = most_bytes
 
-    def parse(self, raw: bytes, owner: str) -> _Request:
+    def parse(self, raw: bytes, owner: str) -> _Request | Awaitable[_Request]:
         """See `gateway.apis.public_api.PublicApi`."""
-        memory = _Memory(self._store, owner, len(raw), self._most_bytes())
+        body = decoded(raw, omit_hosted_tools=self._omit_hosted_tools())
+        if self._shared is None or not any(references(body)):
+            return self._translated(body, len(raw), owner)
+        return self._with_shared(self._shared, body, len(raw), owner)
+
+    async def _with_shared(self, shared: SharedStore, body: ResponsesBody, body_bytes: int, owner: str) -> _Request:
+        """Gets the responses of other gateways that a body refers to."""
+        previous, items = references(body)
+        if previous is not None:
+            await shared.fetch(owner, previous)
+        if items:
+            await shared.fetch_items(owner, items[:MOST_REFERENCES])
         try:
-            request = parse(raw, memory.earlier, memory.item, omit_hosted_tools=self._omit_hosted_tools())
+            return self._translated(body, body_bytes, owner)
         except RequestError as error:
             missing = error.code in (Code.PREVIOUS_RESPONSE_NOT_FOUND, Code.NOT_FOUND)
-            if missing and self._shared is not None and not self._shared.is_up:
+            if missing and not shared.is_up:
                 raise RequestError(error.code, f"{error.message} {NOT_SHARED}", param=error.param) from None
             raise
-        return _Request(request, self._store, owner)
 
-    async def prepare(self, raw: bytes, owner: str) -> None:
-        """Gets the responses of other gateways that the body `raw` refers to, before `parse`."""
-        if self._shared is None or not (_PREVIOUS in raw or _REFERENCE in raw):
-            return
-        previous, items = references(raw)
-        if previous is not None:
-            await self._shared.fetch(owner, previous)
-        if items:
-            await self._shared.fetch_items(owner, items)
+    def _translated(self, body: ResponsesBody, body_bytes: int, owner: str) -> _Request:
+        memory = _Memory(self._store, owner, body_bytes, self._most_bytes())
+        return _Request(translated(body, body_bytes, memory.earlier, memory.item), self._store, owner)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """OpenAI's envelope, with the client's name of the parameter."""
@@ -120,22 +122,6 @@ class ResponsesApi:
         if isinstance(param, str) and (match := _FIRST_WORD.match(param)) and match[0] in _NAMES:
             body["error"]["param"] = _NAMES[match[0]]
         return body
-
-
-def references(raw: bytes) -> tuple[str | None, list[str]]:
-    """The id of the previous response and the ids of referenced items in a body; `parse` reports what is wrong."""
-    try:
-        body = loads(raw)
-    except ValueError:
-        return None, []
-    if not isinstance(body, dict):
-        return None, []
-    previous, given = body.get("previous_response_id"), body.get("input")
-    items = [
-        item["id"] for item in (given if isinstance(given, list) else ())
-        if isinstance(item, dict) and item.get("type") == REFERENCE and isinstance(item.get("id"), str)
-    ]  # fmt: skip
-    return (previous if isinstance(previous, str) else None), items[:MOST_REFERENCES]
 
 
 class _Memory:

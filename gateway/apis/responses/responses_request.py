@@ -81,8 +81,8 @@ class ResponsesRequest:
 
 
 @with_request_errors
-def parse(raw: bytes, recall: Recall, find_item: FindItem, *, omit_hosted_tools: bool = False) -> ResponsesRequest:
-    """The request in `raw`; raises RequestError that names the field and what to write instead.
+def decoded(raw: bytes, *, omit_hosted_tools: bool = False) -> ResponsesBody:
+    """The body in `raw`; raises RequestError that names the field and what to write instead.
 
     `omit_hosted_tools`: tools that run at another provider are left out, also in `tools` of the Response object.
     """
@@ -92,6 +92,18 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, omit_hosted_tools:
     body = decode_responses(given)
     if body.max_output_tokens == -1:
         body.max_output_tokens = None
+    return body
+
+
+def references(body: ResponsesBody) -> tuple[str | None, list[str]]:
+    """The id of the previous response, and the ids of the referenced items."""
+    items = body.input if isinstance(body.input, list) else ()
+    return body.previous_response_id, [item.id for item in items if isinstance(item, ItemReference)]
+
+
+@with_request_errors
+def translated(body: ResponsesBody, body_bytes: int, recall: Recall, find_item: FindItem) -> ResponsesRequest:
+    """The request in a body of this size; raises RequestError."""
     earlier = _earlier(body.previous_response_id, recall)
     own, referenced_bytes = _items(body.input or (), find_item)
     items = (*earlier.items, *own)
@@ -107,7 +119,7 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, omit_hosted_tools:
     _set_sampling(chat, body)
     normalize_chat(chat)
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + len(raw)),
+        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + body_bytes),
         echo=_echo(body),
         names=names,
         items=items,
