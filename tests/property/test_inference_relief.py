@@ -12,7 +12,7 @@ from inference.authority.placement.stage import EVICTABLE, EvictionState
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settle
 from inference.authority.pressure.relief import (
     Leave,
-    Limit,
+    LimitSequences,
     ModelUse,
     PressureInput,
     Restriction,
@@ -77,11 +77,12 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
         limited = {action.model for action in actions} - {action.model for action in gone}
         assert all(not models[name].warm for name in limited)
         assert {leave.model for leave in gone}.isdisjoint(limited)
-        for limit in (action for action in actions if isinstance(action, Limit)):
+        for limit in (action for action in actions if isinstance(action, LimitSequences)):
             assert 1 <= limit.sequences <= models[limit.model].parallel
         if not rules.enabled:
             assert all(
-                isinstance(action, Limit) and action.sequences == models[action.model].parallel for action in actions
+                isinstance(action, LimitSequences) and action.sequences == models[action.model].parallel
+                for action in actions
             )
             assert all(watch.restriction is Restriction.NONE for watch in state.values())
 

@@ -29,9 +29,9 @@ from inference.authority.pressure.advice import (
 from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, admit, grew, settle
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.pressure.relief import (
-    Forget,
+    DropPrefixes,
     Leave,
-    Limit,
+    LimitSequences,
     ModelUse,
     PressureInput,
     Relief,
@@ -264,9 +264,9 @@ def test_restrictions_change_by_one_per_check() -> None:
     seen = []
     for foreign in (490, 490, 490, 490, 490, 490, 350, 250, 250, 250, 250, 250, 250):
         state, actions = step(state, scene(busy(limit=limit), foreign=foreign), RULES)
-        limits = [action.sequences for action in actions if isinstance(action, Limit)]
+        limits = [action.sequences for action in actions if isinstance(action, LimitSequences)]
         limit = limits[0] if limits else limit
-        forgot = any(isinstance(action, Forget) for action in actions)
+        forgot = any(isinstance(action, DropPrefixes) for action in actions)
         seen.append((state[GPU].restriction, limit, forgot))
     assert seen == [
         (Restriction.WARN, None, False),
@@ -331,7 +331,7 @@ def test_only_running_models_of_the_device_get_limits() -> None:
 
 def test_limit_of_a_model_on_a_lost_device_is_removed() -> None:
     _, actions = step({}, PressureInput((), (busy(limit=4),)), RULES)
-    assert actions == (Limit("a", 16, "no restrictions"),)
+    assert actions == (LimitSequences("a", 16, "no restrictions"),)
 
 
 def test_disabled_governor_computes_levels_without_acting() -> None:
@@ -341,7 +341,7 @@ def test_disabled_governor_computes_levels_without_acting() -> None:
     assert (state[GPU].gauge.level, state[GPU].restriction, actions) == (Level.HIGH, Restriction.NONE, ())
     state, _ = after(scene(), *[scene(*models, foreign=395)] * 4)
     state, actions = step(state, scene(idle("a", 500, 100), busy("b", 4, 2), foreign=395), off)
-    assert actions == (Limit("b", 4, f"{GPU}: no restrictions"),)
+    assert actions == (LimitSequences("b", 4, f"{GPU}: no restrictions"),)
 
 
 NOW = 100.0

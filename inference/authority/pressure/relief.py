@@ -104,7 +104,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LimitSequences:
     """A worker admits at most `sequences` at a time."""
 
     model: str
@@ -113,14 +113,14 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropPrefixes:
     """A worker drops its retained prefixes."""
 
     model: str
     reason: str
 
 
-Relief = Leave | Limit | Forget
+Relief = Leave | LimitSequences | DropPrefixes
 
 
 def step(
@@ -132,7 +132,7 @@ def step(
     """
     after: dict[str, Watch] = {}
     leaves: dict[str, Leave] = {}
-    forgets: dict[str, Forget] = {}
+    forgets: dict[str, DropPrefixes] = {}
     for use in seen.uses:
         before = state.get(use.device, Watch())
         gauge = settle(before.gauge, use, rules.bounds)
@@ -144,7 +144,7 @@ def step(
                 leaves[leave.model] = leave
         if regular and gauge.level is Level.EMERGENCY and watch.restriction >= Restriction.FORGET:
             held = [item for item in _answering(seen.models) if item.bytes.get(use.device)]
-            forgets |= {item.model: Forget(item.model, _full(use, gauge.level)) for item in held}
+            forgets |= {item.model: DropPrefixes(item.model, _full(use, gauge.level)) for item in held}
     staying = [item for item in _answering(seen.models) if item.model not in leaves]
     forgetting = [forgets[item.model] for item in staying if item.model in forgets]
     return after, (*leaves.values(), *_limits(after, staying), *forgetting)
@@ -196,7 +196,7 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
         yield Leave(item.model, offload, f"{why}; idle for {item.idle_seconds:.0f} s")
 
 
-def _limits(state: Watches, models: Iterable[ModelUse]) -> Iterable[Limit]:
+def _limits(state: Watches, models: Iterable[ModelUse]) -> Iterable[LimitSequences]:
     for item in models:
         held = [device for device, count in item.bytes.items() if count and device in state]
         device = max(held, key=lambda name: state[name].restriction, default=None)
@@ -204,7 +204,7 @@ def _limits(state: Watches, models: Iterable[ModelUse]) -> Iterable[Limit]:
         sequences = item.parallel if restriction < Restriction.HALVE else max(1, item.parallel >> (restriction - 1))
         if sequences != (item.limit or item.parallel):
             why = RESTRICTION_TEXTS[restriction] if device is None else f"{device}: {RESTRICTION_TEXTS[restriction]}"
-            yield Limit(item.model, sequences, why)
+            yield LimitSequences(item.model, sequences, why)
 
 
 def _answering(models: Iterable[ModelUse]) -> Iterable[ModelUse]:

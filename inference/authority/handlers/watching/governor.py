@@ -23,7 +23,7 @@ from inference.authority.pressure.levels import Level, Use, admit, grew, settle
 from inference.authority.pressure.relief import (
     RESTRICTION_TEXTS,
     Leave,
-    Limit,
+    LimitSequences,
     ModelUse,
     PressureInput,
     Relief,
@@ -167,7 +167,7 @@ def _carry_out(draft: Draft, action: Relief) -> None:
         departure.leave(draft, action.model, Reason.PRESSURE, how, (action.reason,))
     elif worker is not None and worker.ready is None:
         return  # a warm model that is wanted: its process has no context
-    elif worker is not None and isinstance(action, Limit):
+    elif worker is not None and isinstance(action, LimitSequences):
         draft.warning("%s admits at most %d sequences at a time: %s", action.model, action.sequences, action.reason)
         draft.set_worker(worker.id, limit=action.sequences)
         draft.emit(Instruct(worker.id, worker_link.Limit(action.sequences)))
