@@ -11,7 +11,8 @@ from typing import Any
 
 from inference.authority.effects import Answer, Count, Effect, Log, NotifyModels, Refuse
 from inference.authority.lifecycle import ModelEvent, advance
-from inference.authority.state import Command, ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
+from inference.authority.pending_commands import Command
+from inference.authority.state import ModelRecord, State, TicketRecord, TimerKind, WorkerRecord
 from inference.errors import InferenceError
 from inference.protocol import ModelState
 

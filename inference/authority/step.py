@@ -30,7 +30,8 @@ from inference.authority.handlers.running import (
     worker_memory,
 )
 from inference.authority.handlers.watching import governor, growth_on_devices, replica_scaling
-from inference.authority.state import PlanCommand, Purpose, State, TimerKind
+from inference.authority.pending_commands import PlanCommand
+from inference.authority.state import Purpose, State, TimerKind
 from inference.protocol import ModelState
 
 MOST_ROUNDS = 50

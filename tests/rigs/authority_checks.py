@@ -15,21 +15,14 @@ from inference.authority.handlers.queries.plan_inputs import held_models
 from inference.authority.handlers.running import device_incidents, replicas, tickets
 from inference.authority.handlers.running.endings import SLACK_BYTES
 from inference.authority.lifecycle import ACCEPTING, SERVING, Reason
+from inference.authority.pending_commands import MoveCommand
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
 from inference.authority.pressure.relief import Restriction
 from inference.authority.quarantine import Suspicion
 from inference.authority.retention import Mechanism
-from inference.authority.state import (
-    LeaseRecord,
-    ModelRecord,
-    MoveCommand,
-    Purpose,
-    State,
-    TimerKind,
-    WorkerRecord,
-)
+from inference.authority.state import LeaseRecord, ModelRecord, Purpose, State, TimerKind, WorkerRecord
 from inference.authority.step import step
 from inference.authority.views.live_figures import live_figures
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ShuttingDown

@@ -31,22 +31,20 @@ from inference.authority.handlers.queries.plan_inputs import fit_of, held_models
 from inference.authority.handlers.running import departure, device_incidents, keeping, oom_recovery
 from inference.authority.handlers.running.worker_memory import reclaim, serving
 from inference.authority.lifecycle import ACCEPTING, Action, Reason
-from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Result
-from inference.authority.placement.turns import Decision
-from inference.authority.state import (
+from inference.authority.pending_commands import (
     CollectCommand,
     DefragmentCommand,
     EvictCommand,
-    ModelRecord,
     MoveCommand,
     OffloadCommand,
     PlanCommand,
     RecoverCommand,
     RefreshCommand,
-    TimerKind,
     UnloadCommand,
-    placement_key,
 )
+from inference.authority.placement.plan import EvictionState, Held, Placement, Refusal, Result
+from inference.authority.placement.turns import Decision
+from inference.authority.state import ModelRecord, TimerKind, placement_key
 from inference.errors import (
     DeadlineExceeded,
     InferenceError,

@@ -14,8 +14,9 @@ from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import moving
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.running.worker_memory import reclaim, serving
+from inference.authority.pending_commands import DefragmentCommand
 from inference.authority.placement.repack import Piece, repack
-from inference.authority.state import DefragmentCommand, EstimateKey, ModelRecord, State
+from inference.authority.state import EstimateKey, ModelRecord, State
 from inference.devices.device import CPU
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState

@@ -18,17 +18,10 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.pressure_view import open_to
 from inference.authority.handlers.running import departure, oom_recovery, replicas, request_events, tickets
 from inference.authority.lifecycle import ACCEPTING, Reason
+from inference.authority.pending_commands import DefragmentCommand, MoveCommand
 from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS
-from inference.authority.state import (
-    CpuReturn,
-    DefragmentCommand,
-    ModelRecord,
-    MoveCommand,
-    Purpose,
-    State,
-    TicketRecord,
-)
+from inference.authority.state import CpuReturn, ModelRecord, Purpose, State, TicketRecord
 from inference.devices.device import CPU, Reading
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelNotFound
 from inference.protocol import ModelState, Priority

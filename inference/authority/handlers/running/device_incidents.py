@@ -12,8 +12,9 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.plan_inputs import workers_on
 from inference.authority.handlers.running import departure, endings, warm_pool
 from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
+from inference.authority.pending_commands import RecoverCommand
 from inference.authority.retention import Mechanism
-from inference.authority.state import ModelRecord, RecoverCommand, State, WorkerRecord
+from inference.authority.state import ModelRecord, State, WorkerRecord
 from inference.devices.device import CPU
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError

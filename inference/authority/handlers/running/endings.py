@@ -13,9 +13,10 @@ from inference.authority.draft import Draft
 from inference.authority.effects import Publish, StopWorker
 from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle import Departure, Eviction, ModelEvent
+from inference.authority.pending_commands import CollectCommand, EvictCommand
 from inference.authority.placement.device_growth import forfeited
 from inference.authority.placement.ledger import Phase
-from inference.authority.state import CollectCommand, EvictCommand, Return, TimerKind, WorkerRecord
+from inference.authority.state import Return, TimerKind, WorkerRecord
 from inference.devices.device import CPU
 
 MOST_RECORDS = 1000
