@@ -44,7 +44,7 @@ from inference.authority.views import figures
 from inference.authority.views.dumps import Dumps
 from inference.authority.views.event_bus import Bus, LogPublisher
 from inference.authority.views.inference_metrics import Metrics, gauges
-from inference.devices.accelerator_memory import AcceleratorRecord, Circumstances
+from inference.devices.accelerator_record import AcceleratorRecord, Circumstances
 from inference.devices.build_check import BuildCheck
 from inference.devices.inventory import Inventory
 from inference.errors import BrokenBuild, InferenceError
@@ -176,7 +176,7 @@ async def serve(
     tracer = tracing.start("headgate-inference", environ)
     running = Service(config, state, token, tracer=tracer)
     accelerator_record = AcceleratorRecord(state, Circumstances.now(config.settings.devices))
-    cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
+    cpu_configured = config.settings.force_cpu_mode or config.settings.devices == "cpu"
     tls = service_tls(config.settings)
     drain_seconds = round(config.settings.drain_seconds + CUT_SECONDS)
     listening = server_config(
@@ -192,7 +192,8 @@ async def serve(
     lines = LogPublisher(running.authority.bus, asyncio.get_running_loop())
     logging.getLogger().addHandler(lines)
     try:
-        starting = asyncio.create_task(running.authority.start(partial(accelerator_record.check, cpu_asked=cpu_asked)))
+        check = partial(accelerator_record.check, cpu_configured=cpu_configured)
+        starting = asyncio.create_task(running.authority.start(check))
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()

@@ -96,7 +96,7 @@ class StateDir:
             if data is None:
                 return None
             if path.stat().st_mode & 0o077:
-                raise HeadgateError(f"{path} can be read by others; run: chmod 600 {path}")
+                raise HeadgateError(f"{path} can be read by other users; run: chmod 600 {path}")
             found = data.decode("ascii").strip()
         except NotRegularError as error:
             raise HeadgateError(f"{path} is {error}; {advice}") from error

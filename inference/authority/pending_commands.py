@@ -66,7 +66,7 @@ class DefragmentCommand:
     trimmed_bytes: int = 0
     cells: int = 0
     reclaimed_bytes: int = 0
-    needs_read: int | None = None
+    awaited_read: int | None = None
     """None until heaps are trimmed"""
     unmeasurable: frozenset[str] = frozenset()
     planned: tuple[Shift, ...] | None = None
@@ -98,7 +98,7 @@ class PlanCommand:
 class RefreshCommand:
     """Waits for a fresh reading of all devices."""
 
-    needs_read: int
+    awaited_read: int
 
 
 Command = (

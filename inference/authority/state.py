@@ -25,7 +25,7 @@ from inference.authority.placement.plan import EvictionState, Placement
 from inference.authority.placement.smaller_settings import Reduction
 from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
-from inference.authority.pressure.relief import Watch
+from inference.authority.pressure.relief import DevicePressure
 from inference.authority.quarantine import Quarantine
 from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
 from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
@@ -386,7 +386,7 @@ class ModelRecord:
 class Return:
     """Memory of an ended worker that its devices do not show as free yet.
 
-    `foreign`: foreign use of each device before. Readings from number `needs_read` on decide.
+    `foreign`: foreign use of each device before. The readings from number `awaited_read` on decide.
     """
 
     worker: str
@@ -396,7 +396,7 @@ class Return:
     foreign: Mapping[str, int]
     deadline: float
     pause: float
-    needs_read: int
+    awaited_read: int
     departure: Departure | None = None
 
 
@@ -405,19 +405,19 @@ class Devices:
     """The state of the devices.
 
     `measured` are the readings of the probes, without the state that was decided for a device. Reads are numbered:
-    `begun` and `done` count them.
+    `reads_begun` and `reads_done` count them.
     """
 
     measured: tuple[Reading, ...] = ()
     health: Mapping[str, DeviceHealth] = field(default_factory=dict)
     reported_signs: Mapping[str, tuple[int, Sign, str]] = field(default_factory=dict)
-    begun: int = 0
-    begun_at: float = -math.inf
+    reads_begun: int = 0
+    read_begun_at: float = -math.inf
     booked: Mapping[str, Holding] = field(default_factory=dict)
     """the holdings when the last read began"""
     growth: Mapping[str, Mark] = field(default_factory=dict)
-    done: int = 0
-    wanted: int = 0
+    reads_done: int = 0
+    reads_wanted: int = 0
     """the number of the last requested read"""
     refreshed_at: float = -math.inf
     lost_models: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -477,9 +477,9 @@ class Advice:
 class Pressure:
     """How full devices were at the last check, and when the last regular one began."""
 
-    watches: Mapping[str, Watch] = field(default_factory=dict)
+    devices: Mapping[str, DevicePressure] = field(default_factory=dict)
     checked_at: float = 0.0
-    needs_read: int | None = None
+    awaited_read: int | None = None
     """a regular check waits for this read"""
     check_requested: bool = False
     """an additional check was requested, because a load was refused"""
@@ -488,9 +488,9 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class CpuReturn:
-    """A model on the CPU by fallback that may go back to an accelerator; `needs_read` is the read it waits for."""
+    """A model on the CPU by fallback that may go back to an accelerator; `awaited_read` is the read it waits for."""
 
-    needs_read: int | None = None
+    awaited_read: int | None = None
     look_at: float = 0.0
 
 

@@ -186,8 +186,8 @@ def _observed(draft: Draft, event: events.Observed) -> None:
 
 def _devices_read(draft: Draft, event: events.DevicesRead) -> None:
     devices = draft.state.devices
-    if devices.done < devices.begun:
-        draft.set_devices(done=devices.begun, refreshed_at=draft.now)
+    if devices.reads_done < devices.reads_begun:
+        draft.set_devices(reads_done=devices.reads_begun, refreshed_at=draft.now)
     device_incidents.take_readings(draft)
     device_incidents.read_done(draft)
     endings.reading_taken(draft, problem=event.problem)

@@ -160,7 +160,10 @@ async def test_health_names_the_full_device_and_the_users_of_its_memory(start: S
     accelerator.used_bytes = 950 * MIB
     ill = await get(service, "/memory/health", 503)
     assert (ill["healthy"], ill["pressure"], ill["used_percent"]) == (False, "critical", 95)
-    assert ill["message"] == "gpu-0 is at critical pressure: 950 MiB of 1000 MiB are in use, 950 MiB of it by others"
+    assert (
+        ill["message"]
+        == "gpu-0 is at critical pressure: 950 MiB of 1000 MiB are in use, 950 MiB of it by other programs"
+    )
     assert (await ask(service.app, "GET", "/health", key=None)).body["message"] == ill["message"]
     assert (await ask(service.app, "GET", "/livez", key=None)).status == 200
 

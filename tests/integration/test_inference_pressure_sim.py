@@ -63,7 +63,9 @@ def test_service_that_starts_with_a_full_device_reports_it_and_serves_when_there
             stack.ask("/memory/health", direct=True)
         with unwell.value as answer:
             message = json.load(answer)["message"]
-        assert message == "gpu-0 is at critical pressure: 380 MiB of 400 MiB are in use, 380 MiB of it by others"
+        assert (
+            message == "gpu-0 is at critical pressure: 380 MiB of 400 MiB are in use, 380 MiB of it by other programs"
+        )
         wait_until("the estimate ended", lambda: not of_models(stack.inference.pid))
         before = allocations(stack)
         with pytest.raises(urllib.error.HTTPError) as refused:

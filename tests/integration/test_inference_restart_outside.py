@@ -13,7 +13,7 @@ import pytest
 
 from headgate.shared.errors import Exit
 from headgate.shared.state_directory import StateDir
-from inference.devices.accelerator_memory import NAME, AcceleratorRecord, Circumstances, OutOfReachError
+from inference.devices.accelerator_record import NAME, AcceleratorRecord, Circumstances, OutOfReachError
 from tests.rigs.processes import Service, inference_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,11 +69,11 @@ def test_killed_service_restarts_on_the_cpu_only_if_configured(tmp_path: Path) -
         on_cpu.kill()
 
 
-def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_asked: bool = False) -> AcceleratorRecord:
-    """Simulates a start that finds `count` accelerators."""
-    unreached = AcceleratorRecord(StateDir(root), under)
-    unreached.check(found, cpu_asked=cpu_asked)
-    return unreached
+def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_configured: bool = False) -> AcceleratorRecord:
+    """Simulates a start that finds `found` accelerators."""
+    record = AcceleratorRecord(StateDir(root), under)
+    record.check(found, cpu_configured=cpu_configured)
+    return record
 
 
 def test_accelerators_of_earlier_starts_are_expected(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_each_remedy_of_the_message_works(tmp_path: Path) -> None:
         start(tmp_path, 1)
     message = str(caught.value)
     assert "INFERENCE_FORCE_CPU_MODE=true" in message
-    start(tmp_path, 0, cpu_asked=True)
+    start(tmp_path, 0, cpu_configured=True)
     with pytest.raises(OutOfReachError):  # the CPU was allowed once
         start(tmp_path, 1)
     assert "restart the machine" in message

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.authority.placement.stage import EVICTABLE, EvictionState
-from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settle
+from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, updated_gauge
 from inference.authority.pressure.relief import (
+    DevicePressure,
+    DevicePressures,
     Leave,
     LimitSequences,
     ModelUse,
     PressureInput,
     Restriction,
     Rules,
-    Watch,
-    Watches,
     refusal,
     step,
 )
@@ -58,7 +58,7 @@ checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
 def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
     story: list[tuple[PressureInput, bool]], rules: Rules
 ) -> None:
-    state: Watches = {}
+    state: DevicePressures = {}
     for scene, regular in story:
         before = state
         state, actions = step(before, scene, rules, regular=regular)
@@ -84,7 +84,7 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
                 isinstance(action, LimitSequences) and action.sequences == models[action.model].parallel
                 for action in actions
             )
-            assert all(watch.restriction is Restriction.NONE for watch in state.values())
+            assert all(pressure.restriction is Restriction.NONE for pressure in state.values())
 
 
 @given(checks)
@@ -92,19 +92,19 @@ def test_only_idle_models_are_evicted_and_every_action_has_a_reason(
 def test_restrictions_change_one_at_a_time_and_only_by_the_level(
     story: list[tuple[PressureInput, bool]],
 ) -> None:
-    state: Watches = {}
+    state: DevicePressures = {}
     for scene, regular in story:
         after, _ = step(state, scene, Rules(), regular=regular)
-        for device, watch in after.items():
-            before = state.get(device, Watch()).restriction
-            assert abs(watch.restriction - before) <= 1
-            if watch.restriction > before:
-                assert watch.gauge.level is Level.EMERGENCY
-                assert regular or watch.restriction is Restriction.WARN
-            if watch.restriction < before:
+        for device, pressure in after.items():
+            before = state.get(device, DevicePressure()).restriction
+            assert abs(pressure.restriction - before) <= 1
+            if pressure.restriction > before:
+                assert pressure.gauge.level is Level.EMERGENCY
+                assert regular or pressure.restriction is Restriction.WARN
+            if pressure.restriction < before:
                 assert regular
-                assert watch.gauge.level < Level.HIGH or watch.gauge.planned
-            assert (refusal(after, device, extras=False) is not None) == (watch.restriction is Restriction.NO_LOADS)
+                assert pressure.gauge.level < Level.HIGH or pressure.gauge.planned
+            assert (refusal(after, device, extras=False) is not None) == (pressure.restriction is Restriction.NO_LOADS)
         state = after
 
 
@@ -124,6 +124,6 @@ def test_full_budget_is_kept_when_other_use_varies_slightly(foreign: int, noise:
 def test_noise_changes_a_level_at_most_once(foreign: int, noise: list[int]) -> None:
     gauge, levels = Gauge(), []
     for more in noise:
-        gauge = settle(gauge, Use("gpu-0", TOTAL, 0, foreign + more), Bounds())
+        gauge = updated_gauge(gauge, Use("gpu-0", TOTAL, 0, foreign + more), Bounds())
         levels.append(gauge.level)
     assert sum(left != right for left, right in itertools.pairwise(levels)) <= 1

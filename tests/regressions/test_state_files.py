@@ -20,7 +20,7 @@ from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state_directory import MachineLock, StateDir
 from headgate.shared.state_files import load_state_file, read_regular, write_atomic
-from inference.devices.accelerator_memory import AcceleratorRecord, Circumstances
+from inference.devices.accelerator_record import AcceleratorRecord, Circumstances
 from inference.devices.build_check import BuildCheck
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
@@ -40,7 +40,7 @@ async def _gateway_count(state: StateDir) -> None:
 
 
 async def _accelerators(state: StateDir) -> None:
-    AcceleratorRecord(state, Circumstances({}, "", ())).check(0, cpu_asked=False)
+    AcceleratorRecord(state, Circumstances({}, "", ())).check(0, cpu_configured=False)
 
 
 async def _family(state: StateDir) -> None:

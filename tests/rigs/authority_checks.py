@@ -159,7 +159,7 @@ class CheckedWorld(World):
             process = self.alive.get(model.worker or "")
             if process is not None and model.state in SERVING and process.has_arena:
                 assert process.kv_bytes == budget, f"the worker of {model.id} has its budget"
-            is_checked = state.pressure.watches != before.pressure.watches or isinstance(
+            is_checked = state.pressure.devices != before.pressure.devices or isinstance(
                 event, events.DevicesRead | events.DevicesFound | events.SettingsChanged
             )
             worker = state.worker_of(model)
@@ -501,7 +501,7 @@ class CheckedWorld(World):
             and model != before.models.get(model.id)
             for model in state.models.values()
         )
-        checked = state.pressure.watches is not before.pressure.watches and not began
+        checked = state.pressure.devices is not before.pressure.devices and not began
         for model in state.models.values():
             worker, was = state.worker_of(model), before.models.get(model.id)
             if worker is None or model.state not in ACCEPTING or worker.ending:
@@ -510,15 +510,14 @@ class CheckedWorld(World):
             assert (self.alive[worker.id].limit or most) == (worker.limit or most), f"the limit of {worker.id}"
             if checked and was is not None and was.state in ACCEPTING and was.worker == worker.id:
                 held = state.ledger.holdings[worker.holding].bytes
-                restriction = max(
-                    (watch.restriction for name, watch in state.pressure.watches.items() if held.get(name)), default=0
-                )
+                restrictions = [item.restriction for name, item in state.pressure.devices.items() if held.get(name)]
+                restriction = max(restrictions, default=0)
                 expected = most if restriction < Restriction.HALVE else max(1, most >> (restriction - 1))
                 assert (worker.limit or most) == expected, "the pressure decides how many run at once"
-        for device, watch in state.pressure.watches.items():
-            old = before.pressure.watches.get(device)
+        for device, pressure in state.pressure.devices.items():
+            old = before.pressure.devices.get(device)
             assert (
-                watch.restriction - (old.restriction if old else 0) in (-1, 0, 1)
+                pressure.restriction - (old.restriction if old else 0) in (-1, 0, 1)
                 or not state.settings.enable_memory_governor
             )
 
@@ -641,7 +640,7 @@ class CheckedWorld(World):
         if isinstance(request, events.Unload):
             model = self.state.models.get(request.model)
             return None if model is None else model.worker
-        return self.state.devices.begun if isinstance(request, events.Refresh) else None
+        return self.state.devices.reads_begun if isinstance(request, events.Refresh) else None
 
     def answered(self, request: events.Request, noted: Any) -> None:
         state = self.state
@@ -655,7 +654,7 @@ class CheckedWorld(World):
                 assert worker is not None
                 assert worker.placement.devices == (device,), "a move is answered when the model is there"
             case events.Refresh():
-                assert state.devices.done > noted, "a refresh is answered by a reading that began after it"
+                assert state.devices.reads_done > noted, "a refresh is answered by a reading that began after it"
             case events.Recover(device):
                 assert device_incidents.health_of(state, device).state is not DeviceState.PROBING
             case _:
@@ -705,7 +704,7 @@ class CheckedWorld(World):
         for kind in (events.Loaded, events.Estimated, events.TrialEnded):
             self.visited[kind.__name__] += any(isinstance(item, kind) for item in self.later)
         reading = any(isinstance(item, events.DevicesRead) for item in self.later)
-        assert reading == (state.devices.begun > state.devices.done), "one reading at a time"
+        assert reading == (state.devices.reads_begun > state.devices.reads_done), "one reading at a time"
         assert {item.key for item in self.later if isinstance(item, events.Estimated)} >= state.measuring
         trimmed = {item.job for item in self.later if isinstance(item, events.Trimmed)}
         assert {model.id for model in state.models.values() if model.cleaning} <= trimmed
@@ -811,8 +810,8 @@ class CheckedWorld(World):
             assert balance.ours_bytes <= account.budget_bytes, "a lowered limit holds in the end"
         limit = state.ledger.limit_bytes
         assert limit is None or state.ledger.loaded_bytes <= limit
-        for watch in state.pressure.watches.values():
-            assert watch.restriction is Restriction.NONE
+        for pressure in state.pressure.devices.values():
+            assert pressure.restriction is Restriction.NONE
 
     def _check_empty(self) -> None:
         state = self.state

@@ -57,7 +57,7 @@ def test_idle_model_is_evicted_when_other_programs_take_memory() -> None:
     assert world.model("new").state is S.READY
     record = world.state.evictions[-1]
     assert (record.model_name, record.reason) == ("old", Reason.PRESSURE)
-    expected = "gpu-0 is at moderate: 700.0 MiB of 1000.0 MiB are in use, 100.0 MiB of it by others"
+    expected = "gpu-0 is at moderate: 700.0 MiB of 1000.0 MiB are in use, 100.0 MiB of it by other programs"
     assert expected in record.explanation[0]
     world.used("old")
 
@@ -124,7 +124,7 @@ def test_restrictions_limit_workers_refuse_loads_and_end_again() -> None:
     world.check_pressure()
     error = refused(world, "b")
     assert "too full (high) for any load until its use is below HIGH" in error.message
-    assert "810.0 MiB of 1000.0 MiB are in use, 510.0 MiB of it by others" in error.message
+    assert "810.0 MiB of 1000.0 MiB are in use, 510.0 MiB of it by other programs" in error.message
     plan = world.command(events.Plan("b", {"context_length": 512}))
     world.arrive()
     assert "too full" in world.answers[plan].outcome.reason
@@ -136,7 +136,7 @@ def test_restrictions_limit_workers_refuse_loads_and_end_again() -> None:
     assert halved == [f"busy admits at most {count} sequences at a time" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
     assert sum("drops its retained prefixes" in line for line in world.log) == 4
     (worst,) = [line for line in world.log if line.startswith("gpu-0 is at emergency (low before)")]
-    assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
+    assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by other programs" in worst
 
 
 def test_models_with_vision_adapters_or_a_draft_model_are_refused_before_others() -> None:
@@ -172,7 +172,9 @@ def test_limit_counts_for_a_worker_that_starts_later() -> None:
 
 def test_load_on_a_full_device_is_refused_with_numbers() -> None:
     world = begin({"a": {}}, {"a": 300}, foreign_mib=930)
-    expected = "gpu-0 is at critical (low before): 930.0 MiB of 1000.0 MiB are in use, 930.0 MiB of it by others"
+    expected = (
+        "gpu-0 is at critical (low before): 930.0 MiB of 1000.0 MiB are in use, 930.0 MiB of it by other programs"
+    )
     assert any(line.startswith(expected) for line in world.log)
     (shortage,) = refused(world, "a").shortages
     assert (shortage.device, shortage.need_bytes, shortage.free_bytes) == (GPU, 300 * MIB, 0)

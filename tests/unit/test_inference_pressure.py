@@ -26,9 +26,10 @@ from inference.authority.pressure.advice import (
     swapping_alert,
     swaps,
 )
-from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, admit, grew, settle
+from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, grew, updated_gauge, with_accepted_use
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.pressure.relief import (
+    DevicePressures,
     DropPrefixes,
     Leave,
     LimitSequences,
@@ -37,7 +38,6 @@ from inference.authority.pressure.relief import (
     Relief,
     Restriction,
     Rules,
-    Watches,
     refusal,
     step,
 )
@@ -52,7 +52,7 @@ def use(ours: int, foreign: int, total: int = 1000) -> Use:
 def settled(*uses: Use) -> Gauge:
     gauge = Gauge()
     for one in uses:
-        gauge = settle(gauge, one, BOUNDS)
+        gauge = updated_gauge(gauge, one, BOUNDS)
     return gauge
 
 
@@ -79,9 +79,9 @@ def test_foreign_growth_on_top_of_a_plan_is_critical() -> None:
     assert settled(use(0, 20), use(880, 20), use(880, 100)).level is Level.EMERGENCY
 
 
-def test_foreign_growth_since_a_booking_is_not_admitted() -> None:
-    booked = admit(settled(use(0, 20)), use(880, 20))
-    assert settle(booked, use(880, 60), BOUNDS).level is Level.CRITICAL
+def test_foreign_growth_after_a_reservation_is_not_accepted() -> None:
+    booked = with_accepted_use(settled(use(0, 20)), use(880, 20))
+    assert updated_gauge(booked, use(880, 60), BOUNDS).level is Level.CRITICAL
     assert settled(use(0, 20), use(880, 60)).level is Level.HIGH, "the booking was not reported"
 
 
@@ -89,7 +89,7 @@ def test_plan_does_not_hide_critical_foreign_use() -> None:
     assert settled(use(0, 930), use(20, 930)).level is Level.CRITICAL
 
 
-def test_plan_is_admitted_again_when_foreign_use_is_back() -> None:
+def test_level_falls_to_high_when_foreign_use_returns_to_its_accepted_value() -> None:
     before = (use(0, 20), use(880, 20), use(880, 40))
     assert settled(*before, use(880, 29)).level is Level.CRITICAL
     assert settled(*before, use(880, 20)).level is Level.HIGH
@@ -104,7 +104,7 @@ def test_level_is_left_only_well_below_its_bound() -> None:
 def test_use_that_varies_around_a_bound_changes_the_level_once() -> None:
     gauge, levels = Gauge(), []
     for foreign in (795, 805, 795, 805, 790, 810):
-        gauge = settle(gauge, use(0, foreign), BOUNDS)
+        gauge = updated_gauge(gauge, use(0, foreign), BOUNDS)
         levels.append(gauge.level)
     assert levels == [Level.MODERATE, *[Level.HIGH] * 5]
 
@@ -115,7 +115,7 @@ def test_foreign_growth_accumulates_and_is_reported_once() -> None:
     reported = []
     for foreign in (500, 506, 512, 512, 400, 409, 411):
         reported.append(grew(gauge, use(0, foreign)))
-        gauge = settle(gauge, use(0, foreign), BOUNDS)
+        gauge = updated_gauge(gauge, use(0, foreign), BOUNDS)
     assert reported == [False, False, True, False, False, False, True]
 
 
@@ -180,8 +180,8 @@ def scene(*models: ModelUse, foreign: int = 0, wanted: bool = False, total: int 
     return PressureInput((Use(GPU, total, ours, foreign),), models, (GPU,) if wanted else ())
 
 
-def after(*scenes: PressureInput, rules: Rules = RULES) -> tuple[Watches, tuple[Relief, ...]]:
-    state: Watches = {}
+def after(*scenes: PressureInput, rules: Rules = RULES) -> tuple[DevicePressures, tuple[Relief, ...]]:
+    state: DevicePressures = {}
     actions: tuple[Relief, ...] = ()
     for one in scenes:
         state, actions = step(state, one, rules)
@@ -307,7 +307,7 @@ def test_irregular_check_warns_at_most() -> None:
 
 
 def test_restrictions_reject_models_with_extras_and_then_all_models() -> None:
-    state: Watches = {}
+    state: DevicePressures = {}
     assert refusal(state, GPU, extras=True) is None
     refused = []
     for _ in range(5):
@@ -504,7 +504,7 @@ def test_pressure_alert_has_its_numbers() -> None:
     assert changes(pressure_alert(FULL, Level.CRITICAL, Restriction.NONE)) == (Kind.PRESSURE, {})
     alert = pressure_alert(FULL, Level.HIGH, Restriction.HALVE)
     assert alert is not None
-    assert alert.message.endswith("600.0 MiB of it by others; 1/2 of the sequences are admitted at a time")
+    assert alert.message.endswith("600.0 MiB of it by other programs; 1/2 of the sequences are admitted at a time")
     assert pressure_alert(FULL, Level.HIGH, Restriction.NONE) is None
 
 

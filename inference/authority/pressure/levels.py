@@ -51,7 +51,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The use of a device: `ours_bytes` is booked in the ledger (all phases), `foreign_bytes` used by others."""
+    """The use of a device: `ours_bytes` is booked in the ledger, `foreign_bytes` is used by other programs."""
 
     device: str
     total_bytes: int
@@ -68,7 +68,7 @@ class Use:
         """The use as text."""
         return (
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.total_bytes)} are in use, "
-            f"{format_bytes(self.foreign_bytes)} of it by others"
+            f"{format_bytes(self.foreign_bytes)} of it by other programs"
         )
 
     @property
@@ -79,36 +79,38 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """The state of a device between two checks.
+    """The result of the last check of a device, which the next check continues from.
 
-    `admitted_bytes`: foreign use when memory was last reserved. `planned`: foreign use is not above that. `mark_bytes`:
-    the lowest foreign use since it last grew, so that slow growth adds up.
+    `accepted_bytes`: foreign use when memory was last reserved. `planned`: foreign use is not larger than that.
+    `lowest_bytes`: the lowest foreign use since it last grew. Growth is measured from it, so slow growth is noticed.
     """
 
     level: Level = Level.LOW
     ours_bytes: int = 0
-    admitted_bytes: int = 0
-    mark_bytes: int | None = None
+    accepted_bytes: int = 0
+    lowest_bytes: int | None = None
     planned: bool = False
 
 
-def admit(gauge: Gauge, use: Use) -> Gauge:
-    """The gauge after memory was reserved at this use, which counts as planned from now on."""
-    return replace(gauge, ours_bytes=use.ours_bytes, admitted_bytes=use.foreign_bytes)
+def with_accepted_use(gauge: Gauge, use: Use) -> Gauge:
+    """The gauge after a reservation: the current foreign use is accepted, so it counts as planned."""
+    return replace(gauge, ours_bytes=use.ours_bytes, accepted_bytes=use.foreign_bytes)
 
 
-def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
-    """The gauge after a check. A larger use by Headgate than known counts as planned."""
-    admitted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.admitted_bytes
+def updated_gauge(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
+    """The gauge after a check. If Headgate booked more since the last check, the current foreign use is accepted."""
+    accepted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.accepted_bytes
     slack = 0.0 if gauge.level >= Level.CRITICAL else FOREIGN_TOLERANCE * use.total_bytes
-    planned = use.ours_bytes > 0 and use.foreign_bytes <= admitted + slack
+    planned = use.ours_bytes > 0 and use.foreign_bytes <= accepted + slack
     level = max(bounds.level(use.share), min(gauge.level, bounds.level(use.share + BAND)))
     if planned and use.foreign_bytes < bounds.critical * use.total_bytes:
         level = min(level, Level.HIGH)
-    mark = use.foreign_bytes if gauge.mark_bytes is None or grew(gauge, use) else gauge.mark_bytes
-    return Gauge(level, use.ours_bytes, admitted, min(mark, use.foreign_bytes), planned)
+    lowest = use.foreign_bytes if gauge.lowest_bytes is None or grew(gauge, use) else gauge.lowest_bytes
+    return Gauge(level, use.ours_bytes, accepted, min(lowest, use.foreign_bytes), planned)
 
 
 def grew(gauge: Gauge, use: Use) -> bool:
     """Whether foreign use is noticeably larger than at the last check."""
-    return gauge.mark_bytes is not None and use.foreign_bytes > gauge.mark_bytes + FOREIGN_TOLERANCE * use.total_bytes
+    return (
+        gauge.lowest_bytes is not None and use.foreign_bytes > gauge.lowest_bytes + FOREIGN_TOLERANCE * use.total_bytes
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from inference.authority.placement.stage import EVICTABLE, EvictionState
-from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, settle
+from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, updated_gauge
 
 HIGH_IDLE_SECONDS = 30.0
 """At HIGH, models that are idle for this time leave, or for INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS if shorter."""
@@ -57,8 +57,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """A model that holds memory (`bytes` per account). `limit`: the limit of sequences that its worker has, None for
-    all `parallel` ones.
+    """A model that holds memory (`bytes` per account of the ledger). `limit`: how many sequences its worker admits at a
+    time; None if it admits all `parallel` ones.
     """
 
     model: str
@@ -84,14 +84,14 @@ class PressureInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """One device's gauge and restriction."""
+class DevicePressure:
+    """The pressure on one device: its gauge and its restriction."""
 
     gauge: Gauge = field(default_factory=Gauge)
     restriction: Restriction = Restriction.NONE
 
 
-Watches = Mapping[str, Watch]
+DevicePressures = Mapping[str, DevicePressure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,25 +124,26 @@ Relief = Leave | LimitSequences | DropPrefixes
 
 
 def step(
-    state: Watches, seen: PressureInput, rules: Rules, *, regular: bool = True
-) -> tuple[Watches, tuple[Relief, ...]]:
+    state: DevicePressures, seen: PressureInput, rules: Rules, *, regular: bool = True
+) -> tuple[DevicePressures, tuple[Relief, ...]]:
     """The state after a check, and the actions. A check that is not `regular` adds WARN at most.
 
     Devices that are missing in the input are removed.
     """
-    after: dict[str, Watch] = {}
+    after: dict[str, DevicePressure] = {}
     leaves: dict[str, Leave] = {}
     forgets: dict[str, DropPrefixes] = {}
     for use in seen.uses:
-        before = state.get(use.device, Watch())
-        gauge = settle(before.gauge, use, rules.bounds)
-        after[use.device] = watch = Watch(gauge, _next_restriction(before.restriction, gauge, rules, regular=regular))
+        before = state.get(use.device, DevicePressure())
+        gauge = updated_gauge(before.gauge, use, rules.bounds)
+        restriction = _next_restriction(before.restriction, gauge, rules, regular=regular)
+        after[use.device] = DevicePressure(gauge, restriction)
         if not rules.enabled:
             continue
         for leave in _leaves(use, gauge, seen, rules):
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
-        if regular and gauge.level is Level.EMERGENCY and watch.restriction >= Restriction.FORGET:
+        if regular and gauge.level is Level.EMERGENCY and restriction >= Restriction.FORGET:
             held = [item for item in _answering(seen.models) if item.bytes.get(use.device)]
             forgets |= {item.model: DropPrefixes(item.model, _full(use, gauge.level)) for item in held}
     staying = [item for item in _answering(seen.models) if item.model not in leaves]
@@ -150,14 +151,14 @@ def step(
     return after, (*leaves.values(), *_limits(after, staying), *forgetting)
 
 
-def refusal(state: Watches, device: str, *, extras: bool) -> str | None:
+def refusal(state: DevicePressures, device: str, *, extras: bool) -> str | None:
     """Why the restriction of `device` rejects a load, or None. `extras`: see `ModelSpec.has_extras`."""
-    watch = state.get(device, Watch())
-    if watch.restriction >= Restriction.NO_LOADS:
-        return f"{device} is too full ({watch.gauge.level}) for any load until its use is below HIGH"
-    if extras and watch.restriction >= Restriction.NO_EXTRAS:
+    pressure = state.get(device, DevicePressure())
+    if pressure.restriction >= Restriction.NO_LOADS:
+        return f"{device} is too full ({pressure.gauge.level}) for any load until its use is below HIGH"
+    if extras and pressure.restriction >= Restriction.NO_EXTRAS:
         what = "a model with vision, LoRA or a draft model"
-        return f"{device} is too full ({watch.gauge.level}) to load {what} until it is below HIGH"
+        return f"{device} is too full ({pressure.gauge.level}) to load {what} until it is below HIGH"
     return None
 
 
@@ -196,7 +197,7 @@ def _leaves(use: Use, gauge: Gauge, seen: PressureInput, rules: Rules) -> Iterab
         yield Leave(item.model, offload, f"{why}; idle for {item.idle_seconds:.0f} s")
 
 
-def _limits(state: Watches, models: Iterable[ModelUse]) -> Iterable[LimitSequences]:
+def _limits(state: DevicePressures, models: Iterable[ModelUse]) -> Iterable[LimitSequences]:
     for item in models:
         held = [device for device, count in item.bytes.items() if count and device in state]
         device = max(held, key=lambda name: state[name].restriction, default=None)

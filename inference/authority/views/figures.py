@@ -137,7 +137,7 @@ def health(state: State, now: float) -> dict[str, Any]:
         elif Level[figures["pressure_level"].upper()] >= Level.CRITICAL:
             ill.append(
                 f"{name} is at {figures['pressure_level']} pressure: {figures['used_mb']:.0f} MiB of "
-                f"{figures['total_mb']:.0f} MiB are in use, {figures['foreign_mb']:.0f} MiB of it by others"
+                f"{figures['total_mb']:.0f} MiB are in use, {figures['foreign_mb']:.0f} MiB of it by other programs"
             )
     planned = _planned(devices)
     return {

@@ -211,7 +211,7 @@ def advance(draft: Draft) -> None:
             case RecoverCommand():
                 device_incidents.recovered(draft, id, command)
             case RefreshCommand(needed):
-                if draft.state.devices.done >= needed:
+                if draft.state.devices.reads_done >= needed:
                     draft.answer(id)
             case _:
                 pass

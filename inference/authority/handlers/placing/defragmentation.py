@@ -40,14 +40,18 @@ def trimmed(draft: Draft, id: int, command: DefragmentCommand, event: Trimmed) -
         trimmed_bytes=event.freed_bytes,
         cells=cells,
         reclaimed_bytes=reclaim(draft, event.bytes),
-        needs_read=device_view.read(draft),
+        awaited_read=device_view.read(draft),
     )
     draft.set_command(id, changed)
 
 
 def advance(draft: Draft, id: int, command: DefragmentCommand) -> None:
     """Measures, plans, and moves one model after the other; the readings are current."""
-    if command.needs_read is None or draft.state.devices.done < command.needs_read or command.moving is not None:
+    if (
+        command.awaited_read is None
+        or draft.state.devices.reads_done < command.awaited_read
+        or command.moving is not None
+    ):
         return
     if command.planned is None:
         rooms = _rooms(draft.state, draft.now)

@@ -15,7 +15,7 @@ from inference.authority.events import Move, Wanted
 from inference.authority.handlers.measuring import estimates
 from inference.authority.handlers.placing import decision
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.pressure_view import open_to
+from inference.authority.handlers.queries.pressure_view import allowed_devices
 from inference.authority.handlers.running import departure, oom_recovery, replicas, request_events, tickets
 from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.pending_commands import DefragmentCommand, MoveCommand
@@ -182,7 +182,7 @@ def check_fallbacks(draft: Draft) -> None:
             continue
         known = known or CpuReturn()
         is_due = draft.now >= max(known.look_at, model.on_cpu_until)
-        if known.needs_read is None and is_due and _is_idle(draft.state, model):
+        if known.awaited_read is None and is_due and _is_idle(draft.state, model):
             begun = CpuReturn(device_view.read(draft), draft.now + FALLBACK_CHECK_SECONDS)
             draft.set(cpu_returns={**draft.state.cpu_returns, model.id: begun})
 
@@ -196,14 +196,15 @@ def _is_idle(state: State, model: ModelRecord) -> bool:
 def has_pending_return(state: State) -> bool:
     """Whether a check is pending."""
     return any(
-        item.needs_read is not None and state.devices.done >= item.needs_read for item in state.cpu_returns.values()
+        item.awaited_read is not None and state.devices.reads_done >= item.awaited_read
+        for item in state.cpu_returns.values()
     )
 
 
 def advance_returns(draft: Draft) -> None:
     """Continues the checks whose reading has come; the readings are current."""
     for id, known in list(draft.state.cpu_returns.items()):
-        if known.needs_read is None or draft.state.devices.done < known.needs_read:
+        if known.awaited_read is None or draft.state.devices.reads_done < known.awaited_read:
             continue
         model = draft.state.models.get(id)
         if model is None or not oom_recovery.is_fallback(draft.state, model) or not _is_idle(draft.state, model):
@@ -222,13 +223,13 @@ def advance_returns(draft: Draft) -> None:
 def return_is_unmeasurable(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
     """A model cannot be measured."""
     known = draft.state.cpu_returns.get(spec.id)
-    if known is not None and known.needs_read is not None:
+    if known is not None and known.awaited_read is not None:
         _end_check(draft, spec.id)
         stays_on_cpu(draft, spec.id, error)
 
 
 def _end_check(draft: Draft, id: str) -> None:
-    known = replace(draft.state.cpu_returns[id], needs_read=None)
+    known = replace(draft.state.cpu_returns[id], awaited_read=None)
     draft.set(cpu_returns={**draft.state.cpu_returns, id: known})
 
 
@@ -239,7 +240,7 @@ def _forget_fallback(draft: Draft, id: str) -> None:
 def _accelerator_with_room(state: State, model: ModelRecord, now: float) -> str | None:
     """The accelerator where the model fits without evictions, or None."""
     devices = replicas.free_of_siblings(state, model, device_view.devices_of(state, model.effective, now))
-    allowed = open_to(state, model.effective, [item for item in devices if item.id != CPU], now)
+    allowed = allowed_devices(state, model.effective, [item for item in devices if item.id != CPU], now)
     if isinstance(allowed, Refusal):
         return None
     found = decision.plan_on(state, model, allowed, now, evicts=False)

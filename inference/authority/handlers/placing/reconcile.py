@@ -237,7 +237,7 @@ def _place(draft: Draft, id: str, placement: Placement) -> None:
         warm_pool.restore(draft, id, placement)
     else:
         worker_lifecycle.begin(draft, id, placement)
-    governor.accept_use(draft)
+    governor.accept_foreign_use(draft)
 
 
 def _make_room(draft: Draft, id: str, placement: Placement) -> None:

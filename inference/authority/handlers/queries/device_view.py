@@ -195,8 +195,8 @@ def lost_for(spec: ModelSpec, found: Sequence[Reading]) -> tuple[str, float | No
 def read(draft: Draft) -> int:
     """Requests a new reading; returns its number. A reading that has already begun is too old."""
     devices = draft.state.devices
-    needed = devices.begun + 1
-    draft.set_devices(wanted=max(devices.wanted, needed))
+    needed = devices.reads_begun + 1
+    draft.set_devices(reads_wanted=max(devices.reads_wanted, needed))
     begin_read(draft)
     return needed
 
@@ -204,6 +204,8 @@ def read(draft: Draft) -> int:
 def begin_read(draft: Draft) -> None:
     """Begins the requested reading, one at a time."""
     devices = draft.state.devices
-    if devices.wanted > devices.begun == devices.done and not draft.state.closing:
-        draft.set_devices(begun=devices.begun + 1, begun_at=draft.now, booked=draft.state.ledger.holdings)
+    if devices.reads_wanted > devices.reads_begun == devices.reads_done and not draft.state.closing:
+        draft.set_devices(
+            reads_begun=devices.reads_begun + 1, read_begun_at=draft.now, booked=draft.state.ledger.holdings
+        )
         draft.emit(ReadDevices())

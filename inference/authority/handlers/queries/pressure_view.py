@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from inference.authority.handlers.queries import device_view
 from inference.authority.placement.plan import Refusal
-from inference.authority.pressure.levels import Bounds, Level, Use, settle
-from inference.authority.pressure.relief import Restriction, Rules, Watch, refusal
+from inference.authority.pressure.levels import Bounds, Level, Use, updated_gauge
+from inference.authority.pressure.relief import DevicePressure, Restriction, Rules, refusal
 from inference.authority.state import State
 from inference.devices.device import Reading
 from inference.environment_settings import InferenceSettings
@@ -31,13 +31,13 @@ def bounds_of(state: State) -> Bounds:
 
 
 def uses(state: State, now: float) -> tuple[Use, ...]:
-    """The use of every account, without lost devices."""
+    """The use of every account of the ledger (devices that share memory have one account), without lost devices."""
     own = [item for item in device_view.readings(state, now) if state.ledger.account_of(item.id) == item.id]
     return tuple(_use(state, item) for item in own if item.state is not DeviceState.LOST)
 
 
 def _use(state: State, reading: Reading) -> Use:
-    """The use of a device; one without a known size counts with its capacity."""
+    """The use of a device. If its total memory is unknown, the capacity in the ledger is used."""
     balance = state.ledger.balance(reading.id)
     total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
     return Use(state.ledger.account_of(reading.id), total, balance.ours_bytes, balance.foreign_bytes)
@@ -53,8 +53,8 @@ def bytes_below_high(state: State, device: str) -> int:
 
 def level(state: State, use: Use) -> Level:
     """The pressure level of a device."""
-    gauge = state.pressure.watches.get(use.device, Watch()).gauge
-    return settle(gauge, use, bounds_of(state)).level
+    gauge = state.pressure.devices.get(use.device, DevicePressure()).gauge
+    return updated_gauge(gauge, use, bounds_of(state)).level
 
 
 def levels(state: State, now: float) -> Mapping[str, tuple[Use, Level]]:
@@ -66,13 +66,15 @@ def levels(state: State, now: float) -> Mapping[str, tuple[Use, Level]]:
 
 def restrictions(state: State) -> Mapping[str, Restriction]:
     """The restriction of every device."""
-    return {device: watch.restriction for device, watch in state.pressure.watches.items()}
+    return {device: pressure.restriction for device, pressure in state.pressure.devices.items()}
 
 
-def open_to(state: State, spec: ModelSpec, devices: Sequence[Reading], now: float) -> tuple[Reading, ...] | Refusal:
+def allowed_devices(
+    state: State, spec: ModelSpec, devices: Sequence[Reading], now: float
+) -> tuple[Reading, ...] | Refusal:
     """Those of `devices` whose restriction allows a load of the model, or the refusal."""
     refusals = {
-        item.id: refusal(state.pressure.watches, state.ledger.account_of(item.id), extras=spec.has_extras)
+        item.id: refusal(state.pressure.devices, state.ledger.account_of(item.id), extras=spec.has_extras)
         for item in devices
     }
     allowed = tuple(item for item in devices if refusals[item.id] is None)

@@ -35,7 +35,7 @@ def take_readings(draft: Draft) -> None:
     for device in {**devices.health, **found}:
         reading = found.get(device)
         sign, note = (Sign.MISSING, "it is missing") if reading is None else (reading.sign, reading.note)
-        news = (devices.done, sign, note)
+        news = (devices.reads_done, sign, note)
         if draft.state.devices.reported_signs.get(device) != news:
             draft.set_devices(reported_signs={**draft.state.devices.reported_signs, device: news})
             handle(draft, device, Read(sign, note))
@@ -68,7 +68,7 @@ def trial_ended(draft: Draft, device: str, trial: int, failure: str | None) -> N
 def read_done(draft: Draft) -> None:
     """A new reading was taken: begins the trials that waited for it."""
     for device, (needed, trial) in list(draft.state.devices.trials.items()):
-        if draft.state.devices.done >= needed:
+        if draft.state.devices.reads_done >= needed:
             waiting = {name: item for name, item in draft.state.devices.trials.items() if name != device}
             draft.set_devices(trials=waiting)
             health = health_of(draft.state, device)

@@ -115,7 +115,7 @@ def release_when_free(draft: Draft, worker: WorkerRecord) -> None:
 def reading_taken(draft: Draft, *, problem: str | None = None) -> None:
     """A reading has come or failed: decides for all memory that waited for it."""
     for holding, awaited in list(draft.state.returns.items()):
-        if draft.state.devices.done < awaited.needs_read:
+        if draft.state.devices.reads_done < awaited.awaited_read:
             continue
         if problem is not None:
             first = awaited.pause == FIRST_PAUSE_SECONDS
@@ -129,7 +129,7 @@ def reading_taken(draft: Draft, *, problem: str | None = None) -> None:
             draft.changed()
             continue
         pause = min(2 * awaited.pause, LAST_PAUSE_SECONDS)
-        again = replace(awaited, pause=pause, needs_read=2**62)
+        again = replace(awaited, pause=pause, awaited_read=2**62)
         draft.set(returns={**draft.state.returns, holding: again})
         draft.timer(TimerKind.RETURN, holding, min(draft.now + awaited.pause, awaited.deadline))
 
@@ -140,7 +140,7 @@ def return_is_due(draft: Draft, holding: str) -> None:
     if awaited is None:
         return
     if draft.now < awaited.deadline:
-        again = replace(awaited, needs_read=device_view.read(draft))
+        again = replace(awaited, awaited_read=device_view.read(draft))
         draft.set(returns={**draft.state.returns, holding: again})
         draft.timer(TimerKind.RETURN, holding, awaited.deadline)
         return

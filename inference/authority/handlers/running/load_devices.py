@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference.authority.device_health import USABLE
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.pressure_view import open_to
+from inference.authority.handlers.queries.pressure_view import allowed_devices
 from inference.authority.handlers.running import replicas
 from inference.authority.placement.plan import Refusal
 from inference.authority.state import ModelRecord, State
@@ -25,7 +25,7 @@ def allowed(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]
     found = possible(state, model, now)
     if not found and (reason := _taken(state, model, now)):
         return Refusal((), reason, trace=(reason,))
-    return open_to(state, model.effective, found, now)
+    return allowed_devices(state, model.effective, found, now)
 
 
 def _for_one(state: State, model: ModelRecord, now: float) -> tuple[Reading, ...]:

@@ -130,7 +130,7 @@ def learn_after_full_batch(draft: Draft, worker: WorkerRecord) -> None:
 def overhead_read(draft: Draft, *, failed: bool) -> None:
     """A reading has come."""
     for worker in list(draft.state.workers.values()):
-        if worker.overhead_read is None or draft.state.devices.done < worker.overhead_read:
+        if worker.overhead_read is None or draft.state.devices.reads_done < worker.overhead_read:
             continue
         draft.set_worker(worker.id, overhead_read=None)
         if failed or worker.ready is None:

@@ -19,15 +19,15 @@ from inference.authority.handlers.queries.pressure_view import bounds_of, levels
 from inference.authority.handlers.running import departure
 from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle import ACCEPTING, Action, Reason
-from inference.authority.pressure.levels import Level, Use, admit, grew, settle
+from inference.authority.pressure.levels import Level, Use, grew, updated_gauge, with_accepted_use
 from inference.authority.pressure.relief import (
     RESTRICTION_TEXTS,
+    DevicePressure,
     Leave,
     LimitSequences,
     ModelUse,
     PressureInput,
     Relief,
-    Watch,
     step,
 )
 from inference.authority.state import DeviceSample, Sample, State
@@ -38,7 +38,7 @@ MOST_SAMPLES = 1000
 _S = ModelState
 
 
-# --- when ------------------------------------------------------------------------------------------------------------
+# --- the time of a check ---------------------------------------------------------------------------------------------
 def begin(draft: Draft) -> None:
     """The first check, when the devices are known."""
     draft.set(pressure=replace(draft.state.pressure, checked_at=draft.now))
@@ -51,21 +51,21 @@ def tick(draft: Draft) -> None:
     """Begins a check that is due, or that a device needs."""
     pressure = draft.state.pressure
     due_at = pressure.checked_at + draft.state.settings.pressure_check_interval_seconds
-    if draft.now >= due_at and pressure.needs_read is None:
+    if draft.now >= due_at and pressure.awaited_read is None:
         needed = device_view.read(draft)
-        draft.set(pressure=replace(pressure, checked_at=draft.now, needs_read=needed))
+        draft.set(pressure=replace(pressure, checked_at=draft.now, awaited_read=needed))
     elif pressure.check_requested or any(_needs_check(draft.state, use) for use in uses(draft.state, draft.now)):
         check(draft, regular=False)
 
 
 def read_done(draft: Draft, problem: str | None) -> None:
-    """A new reading has come or failed; without it the check uses the last figures."""
-    needed = draft.state.pressure.needs_read
-    if needed is None or draft.state.devices.done < needed:
+    """Runs the check that waited for a reading. If the reading failed, the check uses the previous one."""
+    needed = draft.state.pressure.awaited_read
+    if needed is None or draft.state.devices.reads_done < needed:
         return
     if problem is not None:
         draft.warning("the pressure check could not read the devices: %s", problem)
-    draft.set(pressure=replace(draft.state.pressure, needs_read=None))
+    draft.set(pressure=replace(draft.state.pressure, awaited_read=None))
     regular_check(draft)
 
 
@@ -78,8 +78,8 @@ def regular_check(draft: Draft) -> None:
 
 
 def _needs_check(state: State, use: Use) -> bool:
-    gauge = state.pressure.watches.get(use.device, Watch()).gauge
-    higher = settle(gauge, use, bounds_of(state)).level > gauge.level
+    gauge = state.pressure.devices.get(use.device, DevicePressure()).gauge
+    higher = updated_gauge(gauge, use, bounds_of(state)).level > gauge.level
     return higher or grew(gauge, use) or use.ours_bytes > gauge.ours_bytes
 
 
@@ -88,31 +88,31 @@ def request_check(draft: Draft) -> None:
     draft.set(pressure=replace(draft.state.pressure, check_requested=True))
 
 
-def accept_use(draft: Draft) -> None:
-    """Memory was reserved: the current foreign use counts as planned."""
+def accept_foreign_use(draft: Draft) -> None:
+    """Called after a reservation: the current foreign use counts as planned."""
     found = {use.device: use for use in uses(draft.state, draft.now)}
-    watches = {
-        device: replace(watch, gauge=admit(watch.gauge, found[device]))
-        if device in found and found[device].ours_bytes > watch.gauge.ours_bytes
-        else watch
-        for device, watch in draft.state.pressure.watches.items()
+    pressures = {
+        device: replace(pressure, gauge=with_accepted_use(pressure.gauge, found[device]))
+        if device in found and found[device].ours_bytes > pressure.gauge.ours_bytes
+        else pressure
+        for device, pressure in draft.state.pressure.devices.items()
     }
-    draft.set(pressure=replace(draft.state.pressure, watches=watches))
+    draft.set(pressure=replace(draft.state.pressure, devices=pressures))
 
 
-# --- a check ---------------------------------------------------------------------------------------------------------
+# --- the check itself ------------------------------------------------------------------------------------------------
 def check(draft: Draft, *, regular: bool) -> None:
     """Checks the devices in the ledger and performs the actions."""
-    draft.kv_grows = draft.kv_grows or regular
+    draft.kv_grows = draft.kv_grows or regular  # only regular checks let budgets for stored sequences grow
     state = draft.state
-    before, found = state.pressure.watches, uses(state, draft.now)
+    before, found = state.pressure.devices, uses(state, draft.now)
     seen = PressureInput(found, _model_uses(state, draft.now), _wanted(state, draft.now))
-    watches, actions = step(before, seen, rules_of(state.settings), regular=regular)
-    draft.set(pressure=replace(state.pressure, watches=watches, check_requested=False))
+    pressures, actions = step(before, seen, rules_of(state.settings), regular=regular)
+    draft.set(pressure=replace(state.pressure, devices=pressures, check_requested=False))
     for use in found:
-        _report(draft, use, before.get(use.device, Watch()), watches[use.device])
+        _report(draft, use, before.get(use.device, DevicePressure()), pressures[use.device])
         short = draft.state.ledger.balance(use.device).shortfall_bytes
-        advisor.note_foreign_use(draft, use, watches[use.device].gauge.level, short)
+        advisor.note_foreign_use(draft, use, pressures[use.device].gauge.level, short)
     for action in actions:
         _carry_out(draft, action)
 
@@ -140,7 +140,7 @@ def _wanted(state: State, now: float) -> Collection[str]:
     return {state.ledger.account_of(device) for device in devices}
 
 
-def _report(draft: Draft, use: Use, before: Watch, now: Watch) -> None:
+def _report(draft: Draft, use: Use, before: DevicePressure, now: DevicePressure) -> None:
     if (before.gauge.level, before.restriction) == (now.gauge.level, now.restriction):
         return
     worsens = now.gauge.level > before.gauge.level or now.restriction > before.restriction
@@ -166,7 +166,7 @@ def _carry_out(draft: Draft, action: Relief) -> None:
         how = Action.OFFLOAD if action.offload else Action.UNLOAD
         departure.leave(draft, action.model, Reason.PRESSURE, how, (action.reason,))
     elif worker is not None and worker.ready is None:
-        return  # a warm model that is wanted: its process has no context
+        return  # a warm model that requests wait for: its worker has no context yet
     elif worker is not None and isinstance(action, LimitSequences):
         draft.warning("%s admits at most %d sequences at a time: %s", action.model, action.sequences, action.reason)
         draft.set_worker(worker.id, limit=action.sequences)

@@ -59,11 +59,11 @@ def _has_figures(state: State, reading: Reading) -> bool:
 def _decide(draft: Draft, reading: Reading) -> tuple[tuple[Change, ...], int]:
     """The changes of models that a reading shows, and the bytes of smaller ones; updates the mark of the device."""
     state, devices, device = draft.state, draft.state.devices, reading.id
-    is_reading = devices.begun > devices.done
+    is_reading = devices.reads_begun > devices.reads_done
     now = _bookings(state.ledger.holdings, device)
     if is_reading and _bookings(devices.booked, device) != now:
         return (), 0
-    began_at = devices.begun_at if is_reading else draft.now
+    began_at = devices.read_begun_at if is_reading else draft.now
     workers = [worker for worker in state.workers.values() if worker.holding in now]
     unexplained = reading.used_bytes - state.ledger.balance(device).ours_bytes
     mark = devices.growth.get(device)

@@ -24,10 +24,10 @@ from inference.devices.simgpu.rpc_server import package
 log = logging.getLogger(__name__)
 
 NAME = "accelerators.json"
-_VERSION = 1
-_LOST = "accelerators of earlier starts are not expected"
+_VERSION = 2
+_LOST = "the start does not check whether accelerators are missing"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SHOWN_BY = (*HIDDEN, "NVIDIA_VISIBLE_DEVICES")
+_HIDING_VARIABLES = (*HIDDEN, "NVIDIA_VISIBLE_DEVICES")
 """Variables that hide accelerators from a process or a container. A change of one is intentional."""
 _LIBRARY = re.compile(r"(?:lib)?ggml-([\w-]+)\.(?:so|dylib|dll)\b")
 
@@ -62,7 +62,10 @@ class Circumstances:
         except (OSError, ValueError):
             booted = ""
         return cls(
-            choice={"INFERENCE_DEVICES": devices, **{name: environ[name] for name in _SHOWN_BY if name in environ}},
+            choice={
+                "INFERENCE_DEVICES": devices,
+                **{name: environ[name] for name in _HIDING_VARIABLES if name in environ},
+            },
             boot=booted,
             backends=tuple(sorted({found[1] for found in libraries if found})),
         )
@@ -70,10 +73,10 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The number of accelerators at the last successful start, and whether the service ended because of them."""
+    """The number of accelerators at the last successful start, and whether its processes could not reach them later."""
 
     count: int
-    accelerator_record: bool
+    were_unreachable: bool
     under: Circumstances
 
 
@@ -89,11 +92,11 @@ class AcceleratorRecord:
         """Marks that the service ends because its processes cannot reach the accelerators."""
         self._keep(Record(accelerators, True, self._now))
 
-    def check(self, found: int, *, cpu_asked: bool) -> None:
+    def check(self, found: int, *, cpu_configured: bool) -> None:
         """Compares `found` accelerators with the record and stores them; raises OutOfReachError if they are too few."""
-        before = None if cpu_asked else load_state_file(self._path, _record, _LOST)
+        before = None if cpu_configured else load_state_file(self._path, _record, _LOST)
         if before is not None and before.under == self._now:
-            if found < (before.count if before.accelerator_record else 1):
+            if found < (before.count if before.were_unreachable else 1):
                 raise OutOfReachError(self._refusal(before.count, found))
         elif before is not None and not found and before.under.choice == self._now.choice:
             changed = "the machine was restarted" if before.under.boot != self._now.boot else "llama.cpp was changed"
@@ -103,8 +106,8 @@ class AcceleratorRecord:
 
     def _refusal(self, before: int, found: int) -> str:
         return (
-            f"{before} accelerators were in use and {found} are reachable now. Models are not moved to the CPU because "
-            "of that; restart the container or the machine. To use the CPU, set "
+            f"{before} accelerators were in use and {found} are reachable now. Headgate does not move models to "
+            "the CPU by itself: restart the container or the machine. To use the CPU, set "
             "INFERENCE_FORCE_CPU_MODE=true; if accelerators were removed, restart the machine or delete "
             f"{self._path}"
         )
@@ -114,9 +117,9 @@ class AcceleratorRecord:
 
 
 def _record(data: Any) -> Record | None:
-    """The record in the file's content; empty for a file of another version."""
+    """The record in the content of the file, or None if another version of Headgate wrote it."""
     under = data["under"]
     if data["version"] != _VERSION or data["count"] < 1:
         return None
     circumstances = Circumstances(dict(under["choice"]), str(under["boot"]), tuple(under["backends"]))
-    return Record(int(data["count"]), bool(data["accelerator_record"]), circumstances)
+    return Record(int(data["count"]), bool(data["were_unreachable"]), circumstances)
