@@ -189,7 +189,7 @@ class Bench:
         context = self.context
         limits = Limits(
             context.n_slots, grant.context_length, context.n_batch, 64, context.can_trim, context.n_outputs,
-            context.worth_copying,
+            context.min_copied,
         )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._ended = threading.Semaphore(0)

@@ -36,7 +36,7 @@ from inference import settings
 from inference.api import kv_routes, local_model_routes, memory_routes, pull_routes, service_routes
 from inference.api.relay import Relay
 from inference.api.relay_spans import worker_spans
-from inference.api.service_routes import OPEN_PATHS
+from inference.api.service_routes import KEYLESS_PATHS
 from inference.authority.clock import Clock
 from inference.authority.shell import Authority
 from inference.authority.state import Timing
@@ -315,7 +315,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one ASGI request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in KEYLESS_PATHS:
             await self._app(scope, receive, send)
             return
         given = _bearer(scope)

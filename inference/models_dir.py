@@ -18,7 +18,7 @@ MOST_DEPTH = 4
 MOST_ENTRIES = 20_000
 """Files and folders that are looked at, so that `/` as the directory does not delay the start."""
 MOST_FILES = 500
-"""Models without an entry."""
+"""Models in the directory that are listed although models.yaml has no entry for them."""
 
 _SOURCE = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:(?P<file>(?:/[^/:]+)+\.gguf)|:(?P<quantization>[\w.-]+))?", re.ASCII
@@ -96,7 +96,9 @@ class HubSource:
 
 def _choices(models: Sequence[str]) -> str:
     shown = ", ".join(models[:20]) + (" ..." if len(models) > 20 else "")
-    return f"its models: {shown}" if models else "it has no GGUF model; many models have a second repository with them"
+    if models:
+        return f"its models: {shown}"
+    return "it has no GGUF file; look for a repository with the same name and -GGUF at its end"
 
 
 def is_projector(name: str) -> bool:
@@ -118,7 +120,7 @@ def model_name(file_name: str) -> str:
 def _gguf_files(directory: Path) -> Iterator[Path]:
     """GGUF files below `directory`, sorted within their folders.
 
-    Left out are hidden and unreadable folders, and links to a folder that contains them.
+    Hidden and unreadable folders are skipped, and a link to a folder that contains the link.
     """
     left = MOST_ENTRIES
     folders: list[tuple[Path, tuple[os.stat_result, ...]]] = [(directory, ())]
@@ -137,7 +139,7 @@ def _gguf_files(directory: Path) -> Iterator[Path]:
             left -= 1
             if left < 0:
                 return
-            if entry.name.startswith(".") or not _is_text(entry.name):
+            if entry.name.startswith(".") or not _can_name_a_model(entry.name):
                 continue
             try:
                 if entry.name.endswith(".gguf") and entry.is_file() and os.access(entry.path, os.R_OK):
@@ -149,7 +151,7 @@ def _gguf_files(directory: Path) -> Iterator[Path]:
         folders += reversed(inner)
 
 
-def _is_text(name: str) -> bool:
+def _can_name_a_model(name: str) -> bool:
     """Whether the name of a file can be the name of a model."""
     try:
         name.encode()
@@ -161,8 +163,8 @@ def _is_text(name: str) -> bool:
 def models_below(directory: Path) -> list[ModelFile]:
     """The models below `directory`: no projectors and no later parts of split files.
 
-    A projector belongs to the models of its folder, and of the folders in it, if it is the only one there. In
-    `directory` itself it belongs to none.
+    A projector is used for the models of its folder and of the subfolders, if the folder has only one projector.
+    Projectors in `directory` itself are not used.
     """
     projectors: dict[Path, list[Path]] = {}
     models: list[Path] = []

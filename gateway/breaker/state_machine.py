@@ -34,7 +34,7 @@ class BreakerStorage(pybreaker.CircuitBreakerStorage):
 class MemoryStorage(pybreaker.CircuitMemoryStorage, BreakerStorage):
     """The state of one breaker in the memory of this process."""
 
-    state = pybreaker.STATE_CLOSED  # an attribute: each request reads it several times, and a property takes a call
+    state = pybreaker.STATE_CLOSED  # an attribute is faster than a property, and each request reads it several times
 
     def __init__(self) -> None:
         super().__init__(pybreaker.STATE_CLOSED)
@@ -42,7 +42,10 @@ class MemoryStorage(pybreaker.CircuitMemoryStorage, BreakerStorage):
 
 
 class BreakerStore:
-    """The storages of all breakers by provider and model (empty for the provider's own); this one is in memory."""
+    """The storages of all breakers, by provider and model. The breaker of a provider itself has an empty model.
+
+    This class keeps them in memory; a subclass can keep them elsewhere.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[tuple[str, str], BreakerStorage] = {}

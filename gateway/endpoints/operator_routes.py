@@ -25,6 +25,7 @@ from gateway.endpoints import token_count_routes
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of, json_response
 from gateway.nodes.node import Node
+from gateway.routing.explain_record import KEPT
 from gateway.runtime import Runtime
 from gateway.telemetry.gateway_metrics import CONTENT_TYPE
 from gateway.usage.prices import LIST_PRICES_DATE
@@ -118,7 +119,7 @@ def admin_router(runtime: Runtime) -> APIRouter:
         if (record := runtime.records.get(request_id)) is None:
             raise RequestError(
                 Code.NOT_FOUND,
-                f"no record of request {request_id[:128]!r}; only the last requests are kept",
+                f"no record of request {request_id[:128]!r}; only the last {KEPT} requests are kept",
                 param="request_id",
             )
         return json_response(record.to_json())
@@ -180,7 +181,7 @@ def reset_breaker(runtime: Runtime, name: str) -> dict[str, str]:
 
 
 async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, Any]:
-    """Usage in groups; raises RequestError for a query that is not understood."""
+    """Usage in groups; raises RequestError for an invalid query."""
     try:
         query = usage_query(by, since, until, time.time())
     except ValueError as error:
@@ -188,7 +189,8 @@ async def sums(runtime: Runtime, by: str, since: str, until: str) -> dict[str, A
     return {"by": query.by, "prices_of": LIST_PRICES_DATE, "rows": await runtime.usage.sums(*query)}
 
 
-OPEN_PATHS = ("/", "/livez", "/readyz", "/health", "/metrics")
+KEYLESS_PATHS = ("/", "/livez", "/readyz", "/health", "/metrics")
+"""Paths that need no key."""
 
 
 def openapi_router(runtime: Runtime, app: FastAPI) -> APIRouter:
@@ -221,7 +223,7 @@ def description(app: FastAPI) -> dict[str, Any]:
         schemas |= parts
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
     streams += [responses_api.PATH, MessagesApi.path]
-    found = openapi.completed(app.openapi(), bodies, OPEN_PATHS, streams, schemas)
+    found = openapi.completed(app.openapi(), bodies, KEYLESS_PATHS, streams, schemas)
     found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
     for path in (MessagesApi.path, token_count_routes.PATH):
         found["paths"][path]["post"]["responses"]["default"]["content"] = {

@@ -77,7 +77,7 @@ class Exchange:
     policy_lines: bytes = b""
     """Header lines of CORS, or those of the dashboard."""
     wire: wire.Wire | None = None
-    """The connection, for writing without ASGI; None under a server that has none."""
+    """The connection, for writing without ASGI; None if the server does not give access to it."""
 
     @property
     def overhead_seconds(self) -> float:
@@ -301,7 +301,7 @@ class DisconnectWatch:
             self._task.cancel()
 
     def absorb(self) -> bool:
-        """For `except CancelledError`: ends a cancellation by `interrupt`. Returns False if there was another one."""
+        """For `except CancelledError`: ends a cancellation by `interrupt`. False after any other cancellation."""
         task = asyncio.current_task()
         return self.reason is not None and task is not None and task.uncancel() <= 0
 

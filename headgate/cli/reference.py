@@ -21,8 +21,9 @@ _EMPTY_LIST = re.compile(rf"{_LIST.pattern}\n*(?=^\S|\Z)", re.MULTILINE)
 
 
 def reference() -> str:
-    """The help texts as Markdown without COMMON arguments, in the order of the overview: a list of the verbs that have
-    no other arguments, and a section for each other verb.
+    """The help texts as Markdown without COMMON arguments, in the order of the overview.
+
+    A verb with own arguments has a section. Verbs with COMMON arguments only are one list.
     """
     simple, sections = [], []
     for group in GROUPS.values():

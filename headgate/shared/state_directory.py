@@ -53,7 +53,7 @@ def packaged_defaults() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """The private state of a user (mode 0700): keys, learned figures, crash records, sockets and locks."""
+    """The private state of a user (mode 0700): keys, measured memory figures, crash records, sockets and locks."""
 
     root: Path
 
@@ -128,7 +128,7 @@ class StateDir:
                     f"cannot write {path} ({error.strerror}); make it writable or set HEADGATE_STATE_DIR to another "
                     f"directory"
                 ) from error
-        raise HeadgateError(f"another process emptied {path} {_ATTEMPTS} times in a row")
+        raise HeadgateError(f"another process emptied {path} {_ATTEMPTS} times in a row; stop it and try again")
 
 
 def _put_first(path: Path, data: bytes) -> bool:

@@ -84,7 +84,7 @@ def router(authority: Authority) -> APIRouter:
 
 
 class _Found:
-    """Answers and errors of workers, and the models without one."""
+    """Answers and errors of workers, and the models without a worker."""
 
     def __init__(
         self,

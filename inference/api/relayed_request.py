@@ -1,4 +1,4 @@
-"""What the relay reads of a request: headers, and an envelope of the body. Workers decode the body."""
+"""The parts of a request that the relay reads: headers and some fields of the body. Workers decode the whole body."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _BIG_BODY_BYTES = 2**20
 """Larger bodies are parsed in a thread, so that they do not delay other streams."""
 _PASSED_ON = (H_TENANT, H_KV, H_PREFIX, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL, H_REQUEST_ID)
 _ABSENT = Raw(b"null")
-_MOST_DIGITS = 20
-_MOST_KEY_LETTERS = 64
+_MAX_DIGITS = 20
+_MAX_KEY_CHARS = 64
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 _LISTS = ("messages", "tools", "documents")
 _NUMBERS = ("max_tokens", "max_completion_tokens", "n")
-_SETTINGS = ("response_format", "grammar", "regex", "json_schema")
+_CONSTRAINTS = ("response_format", "grammar", "regex", "json_schema")
 
 _envelope_of = msgspec.json.Decoder(Envelope).decode
 _items = msgspec.json.Decoder(list[Raw]).decode
@@ -89,7 +89,7 @@ class RelayedRequest:
     def conversation(self) -> str | None:
         """The key of its conversation, or None."""
         value = self.headers.get(H_CONVERSATION)
-        return value[:_MOST_KEY_LETTERS] if value else None
+        return value[:_MAX_KEY_CHARS] if value else None
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds until the deadline, at least 0; None without a deadline."""
@@ -108,16 +108,18 @@ class RelayedRequest:
         return passed
 
     def shape(self) -> dict[str, Any]:
-        """For crash records, without texts: path, bytes and stream; where they are given, limits and the number of
-        messages, tools and documents.
+        """What crash records keep of a request; no text of it.
+
+        Always `path`, `body_bytes` and `stream`. If the body has them, also the limits of tokens, the numbers of
+        messages, tools and documents, and whether the answer is constrained.
         """
-        given = {name: bytes(getattr(self.envelope, name)) for name in (*_LISTS, *_NUMBERS, *_SETTINGS)}
+        given = {name: bytes(getattr(self.envelope, name)) for name in (*_LISTS, *_NUMBERS, *_CONSTRAINTS)}
         shape: dict[str, Any] = {"path": self.path, "body_bytes": len(self.body), "stream": self.stream}
         shape |= {name: len(_items(given[name])) for name in _LISTS if given[name].startswith(b"[")}
         shape |= {
-            name: int(given[name]) for name in _NUMBERS if given[name].isdigit() and len(given[name]) < _MOST_DIGITS
+            name: int(given[name]) for name in _NUMBERS if given[name].isdigit() and len(given[name]) < _MAX_DIGITS
         }
-        if any(given[name] != b"null" for name in _SETTINGS):
+        if any(given[name] != b"null" for name in _CONSTRAINTS):
             shape["constrained"] = True
         return shape
 

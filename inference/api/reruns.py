@@ -30,7 +30,7 @@ IRRELEVANT = frozenset(
     }
 )
 """Fields of a body that do not change the computation."""
-_KEY_LETTERS = 16
+_KEY_CHARS = 16
 
 
 def key_of(path: str, body: bytes) -> str:
@@ -40,7 +40,7 @@ def key_of(path: str, body: bytes) -> str:
         plain = orjson.dumps([path, data], option=orjson.OPT_SORT_KEYS)
     except orjson.JSONDecodeError:  # the worker rejects this body
         plain = body
-    return hashlib.sha256(plain).hexdigest()[:_KEY_LETTERS]
+    return hashlib.sha256(plain).hexdigest()[:_KEY_CHARS]
 
 
 class CrashedError(Exception):

@@ -39,7 +39,7 @@ BODIES: Mapping[str, Mapping[str, Any]] = {path: body for path, (body, _) in _SC
 
 _PARTS = {name: part for _, parts in _SCHEMAS.values() for name, part in parts.items()}
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+KEYLESS_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Paths that need no token."""
 
 
@@ -90,4 +90,4 @@ def router(app: FastAPI, authority: Authority, metrics: Metrics, is_draining: Ca
 
 def description(app: FastAPI) -> dict[str, Any]:
     """The complete description: the routes of `app` and the hot paths."""
-    return openapi.completed(app.openapi(), BODIES, OPEN_PATHS, _STREAMS, _PARTS)
+    return openapi.completed(app.openapi(), BODIES, KEYLESS_PATHS, _STREAMS, _PARTS)

@@ -56,8 +56,8 @@ class Probe:
     async def refresh(self) -> None:
         """Measures again, with a deadline of its own. A device that cannot be read keeps its last figures."""
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` on the event loop after an event that the next refresh reports."""
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Calls `on_event` on the event loop after an event that the next refresh reports."""
 
     async def renew(self) -> None:
         """Restarts the helper of the probe at the next refresh, without waiting for its backoff."""

@@ -98,9 +98,9 @@ class GgmlProbe(Probe):
             fresh |= await self._probed([reading for reading in self._readings if reading.id not in fresh])
         self._readings = tuple(fresh[reading.id] for reading in self._readings)
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` at each Xid event."""
-        self._nvml.listen(notice)
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Calls `on_event` at each Xid event."""
+        self._nvml.listen(on_event)
 
     async def renew(self) -> None:
         """The next reading starts a new NVML helper."""

@@ -50,10 +50,10 @@ class Inventory:
         async with self._turn:
             await asyncio.gather(*(probe.refresh() for probe in self._probes))
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` on the event loop after a device event, which the next refresh reports."""
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Calls `on_event` on the event loop after a device event, which the next refresh reports."""
         for probe in self._probes:
-            probe.listen(notice)
+            probe.listen(on_event)
 
     async def renew(self) -> None:
         """Restarts the helpers of the probes at the next refresh."""

@@ -19,25 +19,24 @@ _ACTION_FIELD = 230
 
 
 class Session:
-    """NVML in this process, opened by the first reading. A thread calls `notice` for each Xid event."""
+    """NVML in this process, opened by the first reading. A thread calls `on_event` for each Xid event."""
 
-    def __init__(self, notice: Callable[[], None]) -> None:
-        self._notice = notice
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
         self._listener: Listener | None = None
 
     def read(self) -> dict[str, Any]:
         """A reading: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}], "xids"}`.
 
-        A device also has `free_bytes`, `used_bytes`, `action`, the recovery action that the driver requests (None if
-        unknown), and `processes`, pairs of a process id in this namespace and its bytes, if known. A device that cannot
-        be read has `error` and `code` instead. `xids` are (UUID, number) of the events since the last reading. The
-        reading is `{"error", "code"}` when NVML fails, and `{"absent": message}`
-        when the machine has no NVML.
+        Further fields of a device: `free_bytes`; `used_bytes`; `action` is the recovery action that the driver requests
+        (None if unknown); `processes` are pairs of a process id in this namespace and its bytes, if known. A device
+        that cannot be read has `error` and `code` instead. `xids` are pairs (UUID, Xid) of the events since the last
+        reading. The reading is `{"error", "code"}` when NVML fails, and `{"absent": message}` on a machine without it.
         """
         try:
             if self._listener is None:
                 pynvml.nvmlInit()
-                self._listener = Listener(self._notice)
+                self._listener = Listener(self._on_event)
             driver = _text(pynvml.nvmlSystemGetDriverVersion())
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
@@ -59,8 +58,8 @@ class Listener:
     Older drivers do not queue events, so periodic polling would get only the newest one, several times.
     """
 
-    def __init__(self, notice: Callable[[], None]) -> None:
-        self._notice = notice
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
         self._received: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._uuids: dict[int | None, str] = {}
         with contextlib.suppress(pynvml.NVMLError):  # NVML without events, as on WSL
@@ -95,7 +94,7 @@ class Listener:
                 continue
             if (uuid := self._uuids.get(_address(event.device))) is not None:
                 self._received.put((uuid, int(event.eventData)))
-                self._notice()
+                self._on_event()
 
 
 def _device(handle: Any) -> dict[str, Any]:
@@ -140,8 +139,8 @@ def _processes(handle: Any) -> list[tuple[int, int]]:
 def pid_here(pid: int, root: Path = Path("/proc")) -> int | None:
     """The id that a process of the driver's list has in the namespace of this process; None for another namespace.
 
-    They differ where /proc is that of an outer namespace, as in a container that mounts the host's: `NSpid` then has
-    one id per namespace, the outermost first. Elsewhere the driver's id is used as it is.
+    The two ids differ where /proc belongs to an outer namespace, as in a container that mounts the /proc of the host.
+    `NSpid` then has one id per namespace, the outermost first. Elsewhere the driver's id is used unchanged.
     """
     own = _namespace_pids(root / "self")
     if own is None or len(own) < 2:

@@ -112,9 +112,9 @@ class NvmlReader:
             self._reopening = self._reopening.failed(self._clock())
         return {canonical_pci(card.pci): card for card in cards}
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` at each Xid event, which the next reading contains."""
-        self._helper.notice = notice
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Calls `on_event` at each Xid event, which the next reading contains."""
+        self._helper.on_notice = on_event
 
     async def renew(self) -> None:
         """The next reading starts a new helper without a delay."""

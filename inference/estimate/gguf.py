@@ -19,6 +19,7 @@ from inference.worker_link import EXPERT_TENSOR
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
+MAX_DIMENSIONS = 8
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _EXPERTS = re.compile(EXPERT_TENSOR)
@@ -164,7 +165,9 @@ def _facts(
         for layer in range(layers)
     )
     if (of_a_token := sum(count for _weights, count, _experts in by_layer)) > _MOST_OF_A_TOKEN:
-        raise BadGgufError(f"it claims {of_a_token} keys and values for each token of its context")
+        raise BadGgufError(
+            f"it has {of_a_token} keys and values per token of its context; the maximum is {_MOST_OF_A_TOKEN}"
+        )
     return Facts(
         architecture=architecture,
         layers=layers,
@@ -193,7 +196,9 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     if version not in (2, 3):
         raise BadGgufError(f"its GGUF version is {version}; supported versions are 2 and 3")
     if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
-        raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
+        raise BadGgufError(
+            f"it has {tensor_count} tensors and {entry_count} metadata entries; the maximum is {MOST_ENTRIES} of each"
+        )
     metadata: dict[str, Any] = {}
     lengths: dict[str, int] = {}
     for _ in range(entry_count):
@@ -204,8 +209,8 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     for _ in range(tensor_count):
         name = _string(file)
         (dimensions,) = _numbers(file, "<I")
-        if dimensions > 8:
-            raise BadGgufError(f"tensor {_shown(name)} claims {dimensions} dimensions")
+        if dimensions > MAX_DIMENSIONS:
+            raise BadGgufError(f"tensor {_shown(name)} has {dimensions} dimensions; the maximum is {MAX_DIMENSIONS}")
         shape = _numbers(file, f"<{dimensions}Q")
         kind, offset = _numbers(file, "<IQ")
         tensors.append((name, kind, math.prod(shape), offset))
@@ -219,7 +224,7 @@ def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
         return _scalar(file, kind)
     inner, count = _numbers(file, "<IQ")
     if count > 100 * MOST_ENTRIES:
-        raise BadGgufError(f"{_shown(key)} claims {count} values")
+        raise BadGgufError(f"{_shown(key)} has {count} values; the maximum is {100 * MOST_ENTRIES}")
     lengths[key] = count
     if inner == _STRING:
         for _ in range(count):

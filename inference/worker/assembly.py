@@ -1,4 +1,4 @@
-"""Builds the parts of a worker around a loaded model: engine or embedder, readers, HTTP app."""
+"""Builds the parts of a worker around a loaded model: engine or embedder, request preparation, HTTP app."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ PREFETCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
-    """The parts that read requests for the model. They do not depend on its context."""
+class RequestPreparation:
+    """What turns a request into tokens and constraints, and its threads. It does not depend on the context."""
 
     prompts: Prompts
     compiler: Compiler
@@ -49,8 +49,8 @@ class Readers:
     compiling: ThreadPoolExecutor
 
     @classmethod
-    def of(cls, loaded: Loaded, vision: Vision | None) -> Readers:
-        """Creates the readers and their threads, which start here because the stack size applies to new threads."""
+    def of(cls, loaded: Loaded, vision: Vision | None) -> RequestPreparation:
+        """Creates the parts and starts their threads, because the stack size applies only to new threads."""
         threading.stack_size(TOKENIZER_STACK_BYTES)
         executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
@@ -79,16 +79,16 @@ def engines_of(
     on_fatal: Callable[[str], None],
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
     """The engine or the embedder, not started; call it within the running loop, which gets the outputs."""
-    courier = OutputDispatcher(asyncio.get_running_loop())
+    dispatcher = OutputDispatcher(asyncio.get_running_loop())
     context = loaded.context
     if context.pooling > 0:
         scales = "embeddings" in loaded.facts.capabilities
         queue = grant.queue_limit
-        return None, Embedder(context, queue, courier.deliver, on_fatal, scales=scales)
+        return None, Embedder(context, queue, dispatcher.deliver, on_fatal, scales=scales)
     limits = limits_of(loaded, grant)
 
     def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
-        mask = None if constraint is None else constraint.start()  # before there is anything to free
+        mask = None if constraint is None else constraint.start()  # may raise, so before the chain exists
         chain = ChainSampler(loaded.model, context, sampling, choice, most)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
@@ -98,7 +98,7 @@ def engines_of(
         loaded.model,
         sampler,
         limits,
-        courier.deliver,
+        dispatcher.deliver,
         on_fatal,
         store=store,
         speculation=speculation_of(grant, limits, loaded.draft),
@@ -116,7 +116,7 @@ def limits_of(loaded: Loaded, grant: Grant) -> Limits:
         queue=grant.queue_limit,
         can_trim=context.can_trim,
         outputs=context.n_outputs,
-        copied=context.worth_copying,
+        min_copied=context.min_copied,
         window=context.window,
         window_cells=context.window_cells,
         checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
@@ -144,13 +144,17 @@ def speculation_of(
     if grant.speculation == "off":
         return None
     if limits.window or not limits.can_trim:
-        log.info("speculation is off: this model has sliding-window or recurrent layers, which cannot go back a token")
+        log.info("speculation is off: rejected tokens cannot be removed from sliding-window or recurrent layers")
         return None
     return Speculation(NgramSource())
 
 
 def app_of(
-    loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, vision: Vision | None
+    loaded: Loaded,
+    engine: Engine | None,
+    embedder: Embedder | None,
+    preparation: RequestPreparation,
+    vision: Vision | None,
 ) -> App:
     """The HTTP app."""
 
@@ -160,13 +164,13 @@ def app_of(
 
     return App(
         loaded.facts,
-        readers.prompts,
+        preparation.prompts,
         loaded.model.detokenize,
         engine,
         embedder,
-        readers.executor,
+        preparation.executor,
         reranker=_reranker(loaded),
-        forms=None if engine is None else FormQueue(readers.compiler, readers.executor, readers.compiling),
+        forms=None if engine is None else FormQueue(preparation.compiler, preparation.executor, preparation.compiling),
         vision=vision,
         prepare_sampling=prepare_sampling,
         control=engine,

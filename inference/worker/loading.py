@@ -195,7 +195,7 @@ def _pooling(model: llama.Model, grant: Grant) -> int | None:
     if len([kind for kind in (GENERATIVE, ("embeddings",), ("rerank",)) if requested & set(kind)]) > 1:
         raise LoadError(
             ExitCause.STARTUP,
-            "a model either generates, embeds or reranks; configure one model per use of the file",
+            "a model either generates, embeds or reranks; for several uses of a file, configure one model per use",
         )
     if model.is_encoder_decoder:
         raise LoadError(

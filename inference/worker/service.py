@@ -53,7 +53,7 @@ from inference.worker_link import (
 )
 
 if TYPE_CHECKING:
-    from inference.worker.assembly import Readers
+    from inference.worker.assembly import RequestPreparation
     from inference.worker.engine.engine import Engine
     from inference.worker.llama.context import Context
     from inference.worker.prompt.vision import Vision
@@ -114,7 +114,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
         self._offloading: Offload | None = None
-        self._readers: Readers | None = None
+        self._preparation: RequestPreparation | None = None
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._contexts: tuple[Context, ...] = ()
@@ -284,8 +284,9 @@ class Worker:
         self._labels = deque() if engine is None else engine.label_changes
         running = engine or embedder
         assert running is not None
-        readers = self._readers = self._readers or assembly.Readers.of(model.loaded, self._vision)
-        app = assembly.app_of(model.loaded, engine, embedder, readers, self._vision)
+        if self._preparation is None:
+            self._preparation = assembly.RequestPreparation.of(model.loaded, self._vision)
+        app = assembly.app_of(model.loaded, engine, embedder, self._preparation, self._vision)
         self._timings = app.timings
         # Connections are kept: the only client owns the socket.
         config = server_config(

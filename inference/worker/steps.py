@@ -47,7 +47,7 @@ class Limits:
     `cells`: the size of the pool of cells that the sequences share, at least `context`; 0 if each has its own.
     `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 means one per slot.
-    `copied`: the minimum number of tokens that are copied from another slot instead of computed.
+    `min_copied`: the minimum number of tokens that are copied from another slot instead of computed.
     `prefetched`: the maximum number of waiting jobs, beyond those that get a slot, whose sequences are read from disk.
     `threshold`: the share of slots in use from which on retained sequences are stored while others run.
     `window`: tokens that sliding-window layers attend to; 0 if all layers keep all tokens. `window_cells`: cells of a
@@ -61,7 +61,7 @@ class Limits:
     queue: int
     can_trim: bool = True
     outputs: int = 0
-    copied: int = 1
+    min_copied: int = 1
     window: int = 0
     window_cells: int = 0
     checkpoints: int = 0
@@ -75,7 +75,7 @@ class Limits:
     """Cells of a pool that are kept for the answer of each job when a further job gets a slot."""
 
     def __post_init__(self) -> None:
-        fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
+        fits = 0 < self.slots <= self.batch and self.context > 0 and self.min_copied > 0
         fits = fits and (self.cells == 0 or self.cells >= self.context)
         fits = (
             fits

@@ -69,11 +69,11 @@ async def run_helper(
 class ServingHelper:
     """A long-running helper with one answer per request. Started on first use, restarted after a failure.
 
-    `notice` is called for each NOTICE.
+    `on_notice` is called for each NOTICE message.
     """
 
     def __init__(self, job: str) -> None:
-        self.notice: Callable[[], None] | None = None
+        self.on_notice: Callable[[], None] | None = None
         self._job = job
         self._process: asyncio.subprocess.Process | None = None
         self._answers: asyncio.Queue[bytes] = asyncio.Queue()
@@ -128,8 +128,8 @@ class ServingHelper:
                 line = b""
             if line != NOTICE:
                 answers.put_nowait(line)
-            elif self.notice is not None:
-                self.notice()
+            elif self.on_notice is not None:
+                self.on_notice()
 
 
 async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:

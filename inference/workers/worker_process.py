@@ -246,7 +246,11 @@ class WorkerProcess:
             case Timings():
                 self._on_timings(message)
             case _:
-                log.error("ignored message %s of worker %s, which only the service sends", message.tag, self.name)
+                log.error(
+                    "ignored a message from worker %s: only the service sends messages of type %s",
+                    self.name,
+                    message.tag,
+                )
 
     def _on_errors(self) -> None:
         try:

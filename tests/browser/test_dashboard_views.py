@@ -100,7 +100,7 @@ def test_requests_change_phase_and_finished_ones_have_their_record(page: Any, ga
 
 def test_a_record_that_is_gone_is_explained(page: Any, gateway: FakeDashboard) -> None:
     page.goto(gateway.url + "#/requests/other")
-    page.get_by_role("dialog").get_by_text("only the last requests are kept").wait_for()
+    page.get_by_role("dialog").get_by_text("only the last 1000 requests are kept").wait_for()
 
 
 def test_timeline_and_log_are_filtered(page: Any, gateway: FakeDashboard) -> None:

@@ -215,7 +215,7 @@ async def test_inventory_uses_the_probe_of_the_device_for_trials() -> None:
     inventory = Inventory([first, second])
     notices: list[str] = []
     inventory.listen(lambda: notices.append("now"))
-    first.notice()
+    first.on_event()
     await inventory.trial("cpu")
     await inventory.renew()
     assert (first.done, second.done, notices) == (["renew"], ["trial cpu", "renew"], ["now"])
@@ -243,7 +243,7 @@ class RecordingProbe(CpuProbe):
         super().__init__()
         self.id = id
         self.done: list[str] = []
-        self.notice: Callable[[], None] = lambda: None
+        self.on_event: Callable[[], None] = lambda: None
         self.sign, self.next_signs = Sign.HEALTHY, [Sign.HEALTHY]
 
     async def refresh(self) -> None:
@@ -251,8 +251,8 @@ class RecordingProbe(CpuProbe):
         self.sign = self.next_signs.pop(0)
         await asyncio.sleep(0)
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        self.notice = notice
+    def listen(self, on_event: Callable[[], None]) -> None:
+        self.on_event = on_event
 
     async def renew(self) -> None:
         self.done.append("renew")

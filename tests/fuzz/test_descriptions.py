@@ -14,7 +14,7 @@ import pytest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from headgate.shared.bodies.body_decoder import HOP_FIELDS, json_schema
-from inference.api.service_routes import BODIES, OPEN_PATHS
+from inference.api.service_routes import BODIES, KEYLESS_PATHS
 from inference.app import HOT_PATHS
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import Start, services
@@ -52,7 +52,7 @@ async def test_inference_service_describes_itself(start: Start) -> None:
     service = await start({"a": {}})
     assert (await ask(service.app, "GET", "/openapi.json", key="wrong")).status == 401
     described = (await ask(service.app, "GET", "/openapi.json")).body
-    check(described, set(BODIES), set(OPEN_PATHS))
+    check(described, set(BODIES), set(KEYLESS_PATHS))
     assert {path for _, path in operations(service.app)} | set(HOT_PATHS) == set(described["paths"])
 
 

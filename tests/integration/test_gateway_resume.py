@@ -144,7 +144,7 @@ async def test_another_local_model_resumes_when_the_same_one_cannot(gateway: Gat
     ],
     ids=["json", "n", "logprobs", "tools", "continued"],
 )
-async def test_answer_with_a_format_ends_in_an_error_frame(
+async def test_broken_answer_with_a_format_is_not_resumed(
     gateway: Gateway, fake: FakeInference, more: dict[str, Any]
 ) -> None:
     fake.models["demo"] = replace(fake.models["demo"], capabilities=())

@@ -57,7 +57,7 @@ def test_encoder_pools_with_the_type_in_its_file(tmp_path: Path) -> None:
         (lambda: tiny_bert.cross_encoder(), ("embeddings",), "reranking model"),
         (lambda: tiny_bert.cross_encoder(head=3), None, "3 classes"),
         (lambda: tiny_gguf.yes_no_reranker(labels=("score",)), None, "this one has 1"),
-        (lambda: tiny_gguf.generative(), ("chat", "rerank"), "configure one model per use"),
+        (lambda: tiny_gguf.generative(), ("chat", "rerank"), "one model per use"),
     ],
     ids=["none", "no pooling", "no head", "not an embedder", "a classifier", "one answer", "two tasks"],
 )

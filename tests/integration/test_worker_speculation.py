@@ -1,4 +1,4 @@
-"""Answers with proposals on real models: equal to the byte, with the same cells, and none where cells cannot go back.
+"""Answers with proposals on real models: equal to the byte, with the same cells. Some models have no proposals.
 
 With one thread, flash attention and Q8_0 weights (`demo`), a step with several tokens of one sequence has the bits of
 single steps. With other weights (`tiny`) the last digits of logits differ.
@@ -120,8 +120,8 @@ def test_draft_model_that_cannot_propose_is_refused_with_the_reason(tmp_path: Pa
             tiny_gguf.generative(),
             f"the draft model {tiny_gguf.generative()} has another vocabulary than the model",
         ),
-        (window, window, "sliding-window layers, which cannot go back a token; set swa_full: true, or remove draft"),
-        (hybrid, hybrid, "this model has recurrent layers, which cannot go back a token; remove draft"),
+        (window, window, "where rejected tokens cannot be removed; set swa_full: true, or remove draft"),
+        (hybrid, hybrid, "this model has recurrent layers, where rejected tokens cannot be removed; remove draft"),
         (tiny_gguf.embedding(), mini, "draft is set, but this model does not generate; remove draft"),
         (demo, junk, f"{junk} is not a usable GGUF file"),
         (demo, tmp_path / "none.gguf", f"{tmp_path / 'none.gguf'} cannot be read"),

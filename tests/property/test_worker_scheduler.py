@@ -115,7 +115,7 @@ class Memory:
                     copies.discard(slot)
             case Copy(source, target, count):
                 assert not self.slots[target], "copied over tokens"
-                assert self.limits.copied <= count <= len(self.slots[source])
+                assert self.limits.min_copied <= count <= len(self.slots[source])
                 self.slots[target] = self.slots[source][:count]
                 self.windows[target] = Window(self.windows[source].cells[:], self.windows[source].head)
                 self.windows[target].remove(count)
@@ -251,7 +251,7 @@ class Traffic(RuleBasedStateMachine):
         batch=st.integers(4, 16),
         outputs=st.integers(0, 3),
         can_trim=st.booleans(),
-        copied=st.integers(1, 6),
+        min_copied=st.integers(1, 6),
         window=st.sampled_from((0, 0, 2, 3, 5)),
         checkpoints=st.integers(0, 3),
         apart=st.integers(2, 5),
@@ -266,7 +266,7 @@ class Traffic(RuleBasedStateMachine):
         batch: int,
         outputs: int,
         can_trim: bool,
-        copied: int,
+        min_copied: int,
         window: int,
         checkpoints: int,
         apart: int,
@@ -279,7 +279,7 @@ class Traffic(RuleBasedStateMachine):
         if can_trim and not window:
             checkpoints = 0
         self.limits = Limits(
-            slots, context, batch, 6, can_trim, slots + outputs, copied, window,
+            slots, context, batch, 6, can_trim, slots + outputs, min_copied, window,
             window + PHYSICAL if window else 0, checkpoints, apart, min(apart, 2), apart % 3,
             cells=context + pool if pool else 0, answer_cells=1,
         )  # fmt: skip
@@ -681,7 +681,7 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     window=st.sampled_from((0, 2, 3, 5)),
     checkpoints=st.integers(1, 4),
     apart=st.integers(2, 6),
-    copied=st.integers(1, 6),
+    min_copied=st.integers(1, 6),
     turns=st.lists(
         st.tuples(
             st.integers(0, 3),
@@ -702,7 +702,7 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     window: int,
     checkpoints: int,
     apart: int,
-    copied: int,
+    min_copied: int,
     turns: list[tuple[int, int, list[int], int, bool, str]],
     tiers: bool,
 ) -> None:
@@ -710,7 +710,7 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     traffic = Traffic()
     traffic.tiers = tiers
     traffic.limits = Limits(
-        slots, 64, 16, 6, can_trim, slots + 1, copied, window, window + PHYSICAL if window else 0,
+        slots, 64, 16, 6, can_trim, slots + 1, min_copied, window, window + PHYSICAL if window else 0,
         checkpoints if window or not can_trim else 0, apart, 2,
     )  # fmt: skip
     traffic.restart()
@@ -731,19 +731,19 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     slots=st.integers(1, 3),
     can_trim=st.booleans(),
     window=st.sampled_from((0, 3)),
-    copied=st.integers(1, 4),
+    min_copied=st.integers(1, 4),
     turns=st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8), st.booleans()), max_size=20
     ),
 )
 def test_displaced_sequences_are_stored(
-    slots: int, can_trim: bool, window: int, copied: int, turns: list[tuple[int, int, list[int], int, bool]]
+    slots: int, can_trim: bool, window: int, min_copied: int, turns: list[tuple[int, int, list[int], int, bool]]
 ) -> None:
     """Whatever was computed is in a slot or in the store, except for ends that are not worth a copy."""
     traffic = Traffic()
     traffic.tiers = True
     traffic.limits = Limits(
-        slots, 64, 16, 6, can_trim, slots + 1, copied, window, window + PHYSICAL if window else 0,
+        slots, 64, 16, 6, can_trim, slots + 1, min_copied, window, window + PHYSICAL if window else 0,
         2 if window or not can_trim else 0, 3, 2,
     )  # fmt: skip
     traffic.restart()
@@ -763,4 +763,4 @@ def test_displaced_sequences_are_stored(
     held += [list(sequence.tokens) for sequence in traffic.memory.stored]
     for tokens in known:
         found = max((common_prefix(other, tokens, len(tokens)) for other in held), default=0)
-        assert found > len(tokens) - copied, "computed tokens were lost"
+        assert found > len(tokens) - min_copied, "computed tokens were lost"

@@ -115,7 +115,7 @@ OUTPUTS = [
 
 def test_streamed_chunks_add_up_to_the_whole_answer() -> None:
     stream, answer, assembly = (
-        Stream("chat", "tiny", 5, with_usage=False, divided=True),
+        Stream("chat", "tiny", 5, with_usage=False, has_parts=True),
         WorkerAnswer("chat"),
         Assembly(),
     )

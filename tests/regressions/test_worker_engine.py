@@ -24,7 +24,7 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_thread import FATAL_FAILURES, EngineThread
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Delivery, OutputDispatcher, Ticket
-from inference.worker.engine.prefill_pacing import SLOWEST, STEP_SECONDS, Pace
+from inference.worker.engine.prefill_pacing import LARGEST_DISCOUNT, STEP_SECONDS, Pace
 from inference.worker.engine_stats import HUNG_STEP_SECONDS, EngineCounters
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.service import longer
@@ -353,7 +353,7 @@ async def test_request_that_has_not_begun_at_its_deadline_fails_with_all_its_ans
 
 
 def test_step_that_was_too_long_shrinks_the_budget_at_any_size() -> None:
-    pace = Pace(2048, 2048).observe(800, 800, 10 * SLOWEST * STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    pace = Pace(2048, 2048).observe(800, 800, 10 * LARGEST_DISCOUNT * STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.tokens == 80
 
 

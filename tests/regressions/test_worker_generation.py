@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from inference.worker.answers.generation import Generation, Output, TokenLogprob
-from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.answers.structured_answer import Reading, StructuredGeneration
 from inference.worker.api.response_writer import Stream
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
 from tests.rigs.fake_backend import END, FakeSampler
@@ -30,7 +30,7 @@ def generate(pieces: Sequence[str], stops: Sequence[str], *, divided: bool = Tru
     reading = Reading(MarkParser, lambda: "call_1", **changes)
     words = Pieces(pieces)
     generation = (
-        DividedGeneration(0, FakeSampler(b""), words, 99, stops, reading, reading.parser())
+        StructuredGeneration(0, FakeSampler(b""), words, 99, stops, reading, reading.parser())
         if divided
         else Generation(0, FakeSampler(b""), words, 99, stops)
     )
@@ -51,7 +51,7 @@ def test_text_held_back_for_a_stop_string_precedes_the_call() -> None:
     outputs = generate(["look ST", "[f:", "{}", "]", "on"], ["STOP"])
     parts = [part for output in outputs for part in output.parts]
     assert parts[:3] == [Content("look "), Content("ST"), CallBegin(0, "f", "call_1")]
-    stream = Stream("chat", "tiny", 0, with_usage=False, divided=True)
+    stream = Stream("chat", "tiny", 0, with_usage=False, has_parts=True)
     raw = b"".join(stream.frames(output) for output in outputs)
     assert raw.index(b'"ST"') < raw.index(b'"tool_calls"') < raw.index(b'"on"')
 
@@ -114,7 +114,7 @@ class Vocabulary:
 def test_sampled_control_token_has_its_name_in_logprobs_and_no_text(divided: bool) -> None:
     common = (0, FakeSampler(b""), Vocabulary(), 9, ())
     reading = Reading(parser=MarkParser, call_id=lambda: "call")
-    generation = DividedGeneration(*common, reading, MarkParser()) if divided else Generation(*common)
+    generation = StructuredGeneration(*common, reading, MarkParser()) if divided else Generation(*common)
     assert generation.accept(CONTROL, -0.5, [(CONTROL, -0.5), (65, -2.0)]) is None
     output = generation.accept(END, -0.1)
     assert output is not None

@@ -98,7 +98,7 @@ class FakeAccelerator:
         if self.failure is not None:
             raise self.failure
 
-    def listen(self, notice: Callable[[], None]) -> None:
+    def listen(self, on_event: Callable[[], None]) -> None:
         return None
 
     async def renew(self) -> None:

@@ -249,7 +249,7 @@ class FakeDashboard:
     async def _explain(self, request: web.Request) -> web.Response:
         id = request.match_info["id"]
         if not id.startswith("req-"):
-            return _error(404, f"no record of request {id!r}; only the last requests are kept", "not_found")
+            return _error(404, f"no record of request {id!r}; only the last 1000 requests are kept", "not_found")
         return web.json_response(page_records.explain(id, time.time() - 30))
 
     async def _keys(self, request: web.Request) -> web.Response:

@@ -29,7 +29,7 @@ class Unreachable:
     async def refresh(self) -> None:
         return None
 
-    def listen(self, notice: Callable[[], None]) -> None:
+    def listen(self, on_event: Callable[[], None]) -> None:
         return None
 
     async def renew(self) -> None:

@@ -196,7 +196,7 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
     }
 
 
-def test_random_blocks_repeat_and_keep_their_scale() -> None:
+def test_random_weights_repeat_the_same_blocks_with_the_scale_of_each_tensor() -> None:
     blocks = Blocks(count=7)
     first, second = blocks.take((3, 64), 1.0), blocks.take((4, 64), 2.0)
     assert first.shape == (3, 2 * BLOCK_BYTES)

@@ -290,7 +290,7 @@ def test_used_ports_and_refused_keys_are_problems(place: Path, monkeypatch: pyte
     assert "NO_PROXY=127.0.0.1" in run(capsys)[1]["outgoing proxy"]["advice"]
 
 
-def test_stream_through_an_address(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_stream_check_uses_the_given_url(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("HEADGATE_KEY", "hg-key")
     frames = (b'data: {"choices": []}\n\n', b"data: [DONE]\n\n")
     stream = Canned(frames=frames, headers={"content-type": "text/event-stream"})

@@ -46,7 +46,7 @@ def test_slope_of_a_long_run_is_exact() -> None:
 
 
 @pytest.mark.parametrize("points", [[], [(0.0, 1.0)], [(0.0, 1.0), (1.0, 5.0)]], ids=["none", "one", "two"])
-def test_growth_of_few_points_is_undefined(points: list[tuple[float, float]]) -> None:
+def test_growth_needs_more_than_two_points(points: list[tuple[float, float]]) -> None:
     assert math.isnan(growth_percent(points))
 
 

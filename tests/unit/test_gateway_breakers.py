@@ -367,7 +367,7 @@ def test_failure_resets_the_ramp_to_its_first_step(breakers: Breakers, clock: Cl
 
 
 # --- silence ----------------------------------------------------------------------------------------------------------
-def test_cloud_with_many_silent_attempts_refuses_unforced_attempts(breakers: Breakers, clock: Clock) -> None:
+def test_breaker_refuses_unforced_attempts_while_many_are_silent(breakers: Breakers, clock: Clock) -> None:
     waiting = [_lease(breakers) for _ in range(4)]
     clock.now += 7.4
     waiting.append(_lease(breakers))

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from gateway import settings_loading
-from gateway.endpoints.operator_routes import OPEN_PATHS as GATEWAY_PATHS
+from gateway.endpoints.operator_routes import KEYLESS_PATHS as GATEWAY_PATHS
 from gateway.settings import KEY_VARIABLES, TOKEN_VARIABLE, GatewayConfig, node_source
 from inference import settings as inference_settings
-from inference.api.service_routes import OPEN_PATHS as INFERENCE_PATHS
+from inference.api.service_routes import KEYLESS_PATHS as INFERENCE_PATHS
 from inference.environment_settings import InferenceSettings, environment_names
 from tests.unit.test_container_files import COMPOSE
 

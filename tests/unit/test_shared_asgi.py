@@ -72,7 +72,7 @@ DISCONNECT = {"type": "http.disconnect"}
         (b"x" * 129, False),
     ],
 )
-def test_usable_request_id_is_kept_and_another_one_replaced(given: bytes, kept: bool) -> None:
+def test_valid_request_id_is_kept_and_an_invalid_one_is_replaced(given: bytes, kept: bool) -> None:
     scope = {"headers": [(b"x-request-id", given)]}
     assert (request_id(scope) == given.decode()) is kept
     assert request_id(scope) == request_id(scope)

@@ -15,7 +15,7 @@ from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from inference.worker.backend import Decode
 from inference.worker.engine.draft_model import MOST_FAILURES, PIECE_SECONDS, DraftModel
-from inference.worker.engine.prefill_pacing import SMALLEST
+from inference.worker.engine.prefill_pacing import MIN_TOKENS
 from inference.worker.llama.draft_loading import MOST_PADDING, vocabulary_difference
 from inference.worker.steps import Candidate
 from inference.worker_link import Buffer, Ready
@@ -105,7 +105,7 @@ def test_long_prompt_is_computed_in_pieces_of_limited_time() -> None:
     bench = Bench(step_seconds=0.001)
     text = (TEXT * 3)[:500]
     assert bench.propose(text) == []
-    assert bench.backend.batches == [[(0, 0, SMALLEST)]]
+    assert bench.backend.batches == [[(0, 0, MIN_TOKENS)]]
     assert bench.draft.seconds == 0.0, "only the time of proposals counts"
     assert bench.draft.behind(Candidate(1, 0, array("i", text), 1)) == 500
     steps = 1
@@ -116,7 +116,7 @@ def test_long_prompt_is_computed_in_pieces_of_limited_time() -> None:
     slow = Bench(step_seconds=10 * PIECE_SECONDS)
     for _ in range(5):
         assert slow.propose(text) == []
-    assert slow.backend.batches == [[(0, at * SMALLEST, SMALLEST)] for at in range(5)]
+    assert slow.backend.batches == [[(0, at * MIN_TOKENS, MIN_TOKENS)] for at in range(5)]
 
 
 def test_next_turn_of_a_conversation_continues_its_slot() -> None:

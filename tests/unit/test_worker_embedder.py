@@ -71,8 +71,8 @@ class Bench:
 @pytest.fixture(params=[True, False], ids=["scaled", "raw"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     backend = FakePooling()
-    courier = OutputDispatcher(asyncio.get_running_loop())
-    embedder = Embedder(backend, 4, courier.deliver, lambda _message: None, lambda: 100.0, scales=request.param)
+    dispatcher = OutputDispatcher(asyncio.get_running_loop())
+    embedder = Embedder(backend, 4, dispatcher.deliver, lambda _message: None, lambda: 100.0, scales=request.param)
     embedder.start()
     yield Bench(backend, embedder, request.param)
     assert embedder.stop(GONE)

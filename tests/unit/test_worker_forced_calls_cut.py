@@ -8,7 +8,7 @@ import pytest
 
 from inference.worker.answers.answer_shape import Shaping
 from inference.worker.answers.generation import Output
-from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.answers.structured_answer import Reading, StructuredGeneration
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
 from inference.worker.dialects.families.deepseek import DeepSeek
@@ -49,7 +49,7 @@ def reading(mode: str) -> Reading:
 
 
 def follow(how: Reading, text: bytes, most: int, stops: Sequence[str] = ()) -> list[Output]:
-    generation = DividedGeneration(0, FakeSampler(b""), Bytes(), most, stops, how, how.parser())
+    generation = StructuredGeneration(0, FakeSampler(b""), Bytes(), most, stops, how, how.parser())
     outputs: list[Output] = []
     for token in [*text, END]:
         if (output := generation.accept(token, -0.5)) is not None:

@@ -33,7 +33,7 @@ LOGGED = [
 
 def lines(outputs: list[Output], **options: Any) -> list[str]:
     """The chunks without their common head, which is checked."""
-    stream = Stream("chat", "tiny", 1700000000, **{"with_usage": False, "divided": True, **options})
+    stream = Stream("chat", "tiny", 1700000000, **{"with_usage": False, "has_parts": True, **options})
     raw = b"".join(stream.frames(output) for output in outputs).decode()
     head = r'data: \{"id":"chatcmpl-[0-9a-f]{24}","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
     frames = raw.split("\n\n")
@@ -86,7 +86,7 @@ def test_stream_without_text_has_empty_content_like_the_unary_answer(parts: tupl
 
 
 def test_plain_text_is_streamed_as_content() -> None:
-    assert lines([Output(0, "hi", 1), Output(0, "", 2, finish="stop")], divided=False) == [
+    assert lines([Output(0, "hi", 1), Output(0, "", 2, finish="stop")], has_parts=False) == [
         choice('{"role":"assistant","content":""}'),
         choice('{"content":"hi"}'),
         choice("{}", finish='"stop"'),
@@ -95,11 +95,11 @@ def test_plain_text_is_streamed_as_content() -> None:
 
 def test_choices_start_in_their_order() -> None:
     """The official client keeps choices in a list and takes each new one as the next."""
-    for divided in (False, True):
-        stream = Stream("chat", "tiny", 1700000000, with_usage=False, choices=3, divided=divided)
+    for has_parts in (False, True):
+        stream = Stream("chat", "tiny", 1700000000, with_usage=False, choices=3, has_parts=has_parts)
         texts = [(2, "c"), (0, "a"), (2, "C"), (1, "b")]
         outputs = [
-            Output(choice, "", 1, parts=(Content(text),)) if divided else Output(choice, text, 1)
+            Output(choice, "", 1, parts=(Content(text),)) if has_parts else Output(choice, text, 1)
             for choice, text in texts
         ]
         ends = [Output(choice, "", 2, finish="stop") for choice in (1, 2, 0)]
@@ -124,7 +124,7 @@ def test_each_choice_of_a_completion_starts_with_its_echo() -> None:
 
 
 def test_chunks_have_the_official_type() -> None:
-    stream = Stream("chat", "tiny", 1700000000, with_usage=True, divided=True)
+    stream = Stream("chat", "tiny", 1700000000, with_usage=True, has_parts=True)
     raw = b"".join(stream.frames(output) for output in [*CALLS, *LOGGED]) + stream.usage(Usage(1, 2, 0, 1))
     for frame in raw.decode().split("\n\n")[:-1]:
         types.ChatCompletionChunk.model_validate_json(frame.removeprefix("data: "), strict=True)
@@ -196,7 +196,7 @@ def test_ids_of_calls_differ() -> None:
 
 def test_stop_string_is_reported() -> None:
     ended = Output(0, "", 2, finish="stop", stop='"END"')
-    assert lines([ended], divided=False)[-1] == choice("{}", finish='"stop","stop_reason":"\\"END\\""')
+    assert lines([ended], has_parts=False)[-1] == choice("{}", finish='"stop","stop_reason":"\\"END\\""')
     assert whole(Output(0, "hi", 1), ended)["choices"][0]["stop_reason"] == '"END"'
     assert "stop_reason" not in whole(Output(0, "hi", 1, finish="stop"))["choices"][0]
 

@@ -11,7 +11,7 @@ from headgate.shared.bodies.openai_bodies import AnswerSoFar
 from headgate.shared.parameters import Sampling
 from inference.api.reruns import key_of
 from inference.worker.answers.generation import Generation, Output
-from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.answers.structured_answer import Reading, StructuredGeneration
 from inference.worker.api import generation_body
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
@@ -78,15 +78,15 @@ def test_answer_does_not_depend_on_where_it_was_interrupted() -> None:
 def test_interrupted_reasoning_continues() -> None:
     """Within reasoning its tokens are counted on; after it reasoning is over."""
 
-    def opened(begun: AnswerPrefix, thinking: bool) -> DividedGeneration:
+    def opened(begun: AnswerPrefix, thinking: bool) -> StructuredGeneration:
         reading = Reading(lambda: MarkParser(thinking=thinking), lambda: "call")
-        made = DividedGeneration(
+        made = StructuredGeneration(
             0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, ("xy",), reading, MarkParser(thinking=thinking)
         )
         made.resume(begun)
         return made
 
-    def rest(generation: DividedGeneration, text: str) -> tuple[list[Any], int]:
+    def rest(generation: StructuredGeneration, text: str) -> tuple[list[Any], int]:
         outputs = [generation.accept(token) for token in [*text.encode(), END]]
         found = [output for output in outputs if output is not None]
         return [part for output in found for part in output.parts], found[-1].reasoning_tokens

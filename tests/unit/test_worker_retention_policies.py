@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inference.protocol import Priority
-from inference.worker.kv.retention_policies import POLICIES, leaves_after
+from inference.worker.kv.retention_policies import POLICIES, removal_key
 from inference.worker.steps import StoredSequence
 from inference.worker_link import KvTiers
 
@@ -20,7 +20,7 @@ def sequence(age: float = 0.0, tokens: int = 100, **fields: Any) -> StoredSequen
 
 
 def first_out(policy: str, *held: StoredSequence) -> StoredSequence:
-    return min(held, key=lambda item: leaves_after(item, POLICIES[policy], NOW))
+    return min(held, key=lambda item: removal_key(item, POLICIES[policy], NOW))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -44,7 +44,7 @@ def test_pinned_sequences_leave_last(policy: str) -> None:
 def test_a_use_in_the_future_counts_as_now(policy: str) -> None:
     """A clock that was set back does not keep a sequence for ever."""
     future, now = (sequence(age, compute_seconds=1.0, count_bytes=100) for age in (-1e9, 0.0))
-    assert leaves_after(future, POLICIES[policy], NOW) == leaves_after(now, POLICIES[policy], NOW)
+    assert removal_key(future, POLICIES[policy], NOW) == removal_key(now, POLICIES[policy], NOW)
 
 
 def test_priority_keeps_high_requests_and_short_prefixes() -> None:

@@ -17,10 +17,10 @@ from inference.worker.engine.engine_work import QueueEstimate
 from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,
     DEBT_SECONDS,
+    LARGEST_DISCOUNT,
     LONGEST_SECONDS,
+    MIN_TOKENS,
     MIXED_SECONDS,
-    SLOWEST,
-    SMALLEST,
     STEP_SECONDS,
     TOKEN_SECONDS,
     Pace,
@@ -156,7 +156,7 @@ def test_prefix_of_a_running_sequence_is_copied() -> None:
 
 def test_short_prefix_is_computed_instead_of_copied() -> None:
     """In its own slot it is reused, but a short tail of it is not. Choices of one request do not wait for it."""
-    scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4, copied=4))
+    scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4, min_copied=4))
     scheduler.submit([Job(1, (1, 2, 3, 4), group=1), Job(2, (1, 2, 3, 4), group=1)])
     assert {row.job for row in rows_of(scheduler, 30)} == {1, 2}
     scheduler.extend(1, 9)
@@ -177,7 +177,7 @@ def test_short_prefix_is_computed_instead_of_copied() -> None:
 
 def test_retained_prefix_is_not_dropped_for_a_short_match() -> None:
     """The least recently used slot is overwritten, although another one shares a token."""
-    scheduler = Scheduler(Limits(slots=2, context=30, batch=30, queue=4, copied=4))
+    scheduler = Scheduler(Limits(slots=2, context=30, batch=30, queue=4, min_copied=4))
     for job, prompt in ((1, (1, 2, 3, 4, 5)), (2, (6, 7, 8, 9, 5))):
         scheduler.submit([Job(job, prompt)])
         rows_of(scheduler, 30)
@@ -201,9 +201,9 @@ def test_neighbors_of_taken_slots_are_assigned_first() -> None:
     assert [row.slot for row in scheduler.plan(0.0, 8).rows if row.job == 4] == [3]
 
 
-def after(order: str, copied: int = 2) -> Scheduler:
+def after(order: str, min_copied: int = 2) -> Scheduler:
     """Five slots that retain prompts of four tokens, (10, 10, 10, 10) in slot 0 and so on, used in this order."""
-    scheduler = Scheduler(Limits(slots=5, context=90, batch=90, queue=9, copied=copied))
+    scheduler = Scheduler(Limits(slots=5, context=90, batch=90, queue=9, min_copied=min_copied))
     scheduler.submit([Job(number, (10 + number,) * 4) for number in range(5)])
     assert [row.slot for row in rows_of(scheduler, 90)] == [0, 1, 2, 3, 4]
     for number in order:
@@ -258,10 +258,10 @@ def test_retained_prefix_next_to_running_sequences_moves_away_for_a_short_prompt
 
 def test_small_and_large_prefixes_are_not_moved() -> None:
     """Short prefixes are dropped; copying a large context costs more than a gap."""
-    little = after("20413", copied=5)
+    little = after("20413", min_copied=5)
     little.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
     assert little.plan(0.0, 90).operations == (Remove(2, 0), Remove(1, 0))
-    much = after("20413", copied=65)
+    much = after("20413", min_copied=65)
     much.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
     assert [row.slot for row in much.plan(0.0, 90).rows] == [0, 2]
 
@@ -358,7 +358,9 @@ LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"slots": 9}, {"copied": 0}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
+    "wrong",
+    [{"slots": 0}, {"slots": 9}, {"min_copied": 0}, {"context": 0}, {"queue": -1}],
+    ids=lambda wrong: str(wrong),
 )
 def test_invalid_limits_raise_value_error(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="invalid limits"):
@@ -431,7 +433,7 @@ def test_number_of_prompt_tokens_follows_the_time_of_steps() -> None:
 
     pace = Pace.first(2048)
     assert settle(1 / 4) == 2048
-    assert settle(9) == SMALLEST
+    assert settle(9) == MIN_TOKENS
     settled = Pace(2048, 1000)
 
     def after(prompt_tokens: int, seconds: float) -> Pace:
@@ -459,16 +461,16 @@ def test_step_of_a_slow_model_has_a_minimum_of_tokens() -> None:
         return pace
 
     assert settled(TOKEN_SECONDS / 2).budget(STEP_SECONDS) == 2 * STEP_SECONDS / TOKEN_SECONDS
-    for times in (1, 2, SLOWEST):
+    for times in (1, 2, LARGEST_DISCOUNT):
         assert settled(TOKEN_SECONDS * times).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS
-    assert settled(TOKEN_SECONDS * SLOWEST * 2).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS / 2
+    assert settled(TOKEN_SECONDS * LARGEST_DISCOUNT * 2).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS / 2
     slow = settled(TOKEN_SECONDS * 4).observe(100, 100, 0.8, STEP_SECONDS, decoding=1, prompts=1)
     assert slow.credit_seconds == pytest.approx(CREDIT_SECONDS + MIXED_SECONDS - 0.2), "it uses less of the credit"
 
 
 def test_step_of_a_slow_model_is_not_considered_hung() -> None:
     """Including the time of streams in it."""
-    longest = SLOWEST * LONGEST_SECONDS * (1 + 1 / LAST_PART)
+    longest = LARGEST_DISCOUNT * LONGEST_SECONDS * (1 + 1 / LAST_PART)
     assert longest < 0.95 * HUNG_STEP_SECONDS
     assert DeadlineSettings().inter_token > HUNG_STEP_SECONDS
 
@@ -494,7 +496,7 @@ def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
     while pace.credit_seconds > 0:
         pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds < 0, "the last step used more than the rest of the credit"
-    assert pace.budget(pace.seconds(1, 1)) == SMALLEST, "the debt is paid back"
+    assert pace.budget(pace.seconds(1, 1)) == MIN_TOKENS, "the debt is paid back"
     for _ in range(9):
         pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds == -DEBT_SECONDS, "the debt is limited"
@@ -586,7 +588,9 @@ def test_queue_with_room_for_one_is_not_full_for_all_priorities(steps: int, take
 
 def test_prompt_whose_checkpoint_is_rejected_is_computed_from_its_beginning() -> None:
     """The checkpoints are at the last two messages; the restored slot is emptied, and another job is not disturbed."""
-    limits = Limits(slots=2, context=40, batch=30, queue=4, can_trim=False, copied=40, checkpoints=4, checkpoint_gap=2)
+    limits = Limits(
+        slots=2, context=40, batch=30, queue=4, can_trim=False, min_copied=40, checkpoints=4, checkpoint_gap=2
+    )
     scheduler = Scheduler(limits)
     scheduler.submit([Job(1, tuple(range(10)), message_starts=(0, 4, 8))])
     saved = []
@@ -700,7 +704,9 @@ def test_cells_for_a_stored_sequence_are_freed_one_transfer_per_step() -> None:
 def test_copy_that_does_not_fit_a_pool_waits_while_streams_go_on() -> None:
     """Without cells for it, the job goes on in the slot of the prefix, whose tail is stored first."""
     catalog = Catalog()
-    scheduler = Scheduler(Limits(slots=5, context=50, batch=64, queue=4, cells=50, answer_cells=1, copied=4), catalog)
+    scheduler = Scheduler(
+        Limits(slots=5, context=50, batch=64, queue=4, cells=50, answer_cells=1, min_copied=4), catalog
+    )
     scheduler.submit([Job(1, (1, 2, 3)), Job(2, tuple(range(100, 120)))])
     rows_of(scheduler, 64)
     scheduler.finish(2)
@@ -722,7 +728,9 @@ def test_copy_that_does_not_fit_a_pool_waits_while_streams_go_on() -> None:
 def test_copy_of_a_running_prefix_gets_cells_of_retained_ones() -> None:
     """They are stored first, one per step."""
     catalog = Catalog()
-    scheduler = Scheduler(Limits(slots=4, context=45, batch=64, queue=4, cells=45, answer_cells=1, copied=4), catalog)
+    scheduler = Scheduler(
+        Limits(slots=4, context=45, batch=64, queue=4, cells=45, answer_cells=1, min_copied=4), catalog
+    )
     scheduler.submit([Job(1, tuple(range(20))), Job(2, tuple(range(100, 110))), Job(3, tuple(range(120, 130)))])
     rows_of(scheduler, 64)
     scheduler.finish(2)

@@ -31,7 +31,7 @@ from inference.worker.steps import (
 PLAIN = Limits(slots=2, context=40, batch=40, queue=8)
 RECURRENT = Limits(slots=2, context=40, batch=40, queue=8, can_trim=False, checkpoints=2, checkpoint_gap=2)
 WINDOW = Limits(
-    slots=3, context=40, batch=40, queue=8, copied=4, window=4, window_cells=8, checkpoints=4, checkpoint_gap=2
+    slots=3, context=40, batch=40, queue=8, min_copied=4, window=4, window_cells=8, checkpoints=4, checkpoint_gap=2
 )
 
 

@@ -88,7 +88,7 @@ def _end(node: yaml.Node) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Excludes other commands that change files in `directory`. Raises HeadgateError when one is doing it."""
+    """Excludes other commands that change files in `directory`. Raises HeadgateError while another command does so."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

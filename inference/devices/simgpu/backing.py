@@ -53,7 +53,7 @@ class Server:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if self.process.stdin.is_closing():
-            raise ServerEndedError("its server has ended")
+            raise ServerEndedError("the RPC server of the simulated GPU has ended")
         try:
             async with asyncio.timeout(LEAST_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
                 self.process.stdin.write(json.dumps(command).encode() + b"\n")

@@ -54,7 +54,7 @@ class SimProbe(Probe):
         self._opened_at = 0.0
         self._is_loss_reported = False
         self._is_opening = False
-        self._notice: Callable[[], None] | None = None
+        self._on_event: Callable[[], None] | None = None
         self._readings: tuple[Reading, ...] = ()
 
     @property
@@ -92,9 +92,9 @@ class SimProbe(Probe):
         else:
             self._readings = tuple(map(_reading, status.values()))
 
-    def listen(self, notice: Callable[[], None]) -> None:
-        """Calls `notice` when the simulator ends."""
-        self._notice = notice
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Calls `on_event` when the simulator ends."""
+        self._on_event = on_event
 
     async def renew(self) -> None:
         """The next refresh starts an ended simulator without a delay."""
@@ -173,8 +173,8 @@ class SimProbe(Probe):
             self._reopening = Reopening()
         self._reopening = self._reopening.failed(now)
         self._lose(f"the simulator has ended with status {process.returncode}", Sign.MISSING)
-        if self._notice is not None:
-            self._notice()
+        if self._on_event is not None:
+            self._on_event()
 
     def _lose(self, why: str, sign: Sign) -> None:
         if self._process is None:  # closed: a pending command has no answer, but no device is lost

@@ -94,7 +94,7 @@ class Output(NamedTuple):
     """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
     so far, `cached` the prompt tokens that did not have to be computed.
 
-    `text` is the content of a plain answer. One that is divided has `parts` instead: content, reasoning and calls in
+    `text` is the content of a plain answer. A structured answer has `parts` instead: content, reasoning and calls in
     their order. `tokens` includes `reasoning_tokens`.
 
     `prompt_logprobs` are the next log probabilities of the prompt, if they were requested. Their outputs have no text

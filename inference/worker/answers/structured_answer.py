@@ -30,7 +30,7 @@ class Reading:
     """Whether the answer must be calls: the rest of an incomplete first call is then not content."""
 
 
-class DividedGeneration(Generation):
+class StructuredGeneration(Generation):
     """One choice of one request, on the engine's thread. Stop strings apply to content alone and span no other part.
 
     Log probabilities are those of all generated tokens up to a stop string.

@@ -152,19 +152,19 @@ class Stream:
         prompt_tokens: int | None = None,
         choices: int = 1,
         echo: Sequence[Echo] = (),
-        divided: bool = False,
+        has_parts: bool = False,
     ) -> None:
         """`with_usage` puts `usage: null` into every chunk but the last, as OpenAI does. With `prompt_tokens` the first
         chunk of a chat has the usage of the prompt instead, and the others have no `usage`.
 
-        `echo` is the beginning of each choice of a completion, in order of choices. A `divided` answer may have no
+        `echo` is the beginning of each choice of a completion, in order of choices. `has_parts`: the answer may have no
         content at all, so the content of its first chunk is null. If the answer has neither content nor calls, the last
         chunk has empty content, like a whole answer.
         """
         self._choices = choices
         self._chat = kind == "chat"
-        self._divided = divided
-        self._role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if divided else b'""')
+        self._has_parts = has_parts
+        self._role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if has_parts else b'""')
         head = {
             "id": new_id(kind),
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -176,7 +176,7 @@ class Stream:
         self._prompt_tokens = prompt_tokens
         self._begun: set[int] = set()
         """The choices that have begun; those of a chat begin together."""
-        self._silent = set(range(choices)) if divided else set()
+        self._silent = set(range(choices)) if has_parts else set()
         """The choices that have only reasoning so far, or nothing."""
         self._echo = echo
 
@@ -197,7 +197,7 @@ class Stream:
             if self._echo:
                 text = self._echo[output.choice].text + text
         is_scored = bool(output.logprobs or output.prompt_logprobs)
-        if self._divided:
+        if self._has_parts:
             parts += self._parts(output)
             if output.choice in self._silent and any(not isinstance(part, Reasoning) for part in output.parts):
                 self._silent.discard(output.choice)

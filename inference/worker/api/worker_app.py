@@ -291,7 +291,7 @@ class App:
             prompt_tokens=_usage(work, {}).prompt if request.prompt_usage else None,
             choices=len(work.prompts) * work.n,
             echo=await self._echoes(request, work),
-            divided=work.reading is not None,
+            has_parts=work.reading is not None,
         )
         counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
         unfinished = len(counts)

@@ -22,7 +22,7 @@ import numpy as np
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code, Progress, Restored
 from inference.worker.answers.generation import Generation, Output, Scoring
-from inference.worker.answers.structured_answer import DividedGeneration
+from inference.worker.answers.structured_answer import StructuredGeneration
 from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.engine import sequence_commands
 from inference.worker.engine.engine_thread import EngineThread
@@ -447,7 +447,7 @@ class Engine:
             sampler = self._make_sampler(work.sampling, index % work.n, work.max_tokens, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
             generation = (
-                Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
+                Generation(*common) if not reading or not parser else StructuredGeneration(*common, reading, parser)
             )
             if work.prefix.tokens:
                 sampler.accept(job.prompt[-work.prefix.tokens :])

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TOKEN_SECONDS = 0.002
-"""The counted time of a prompt token is at most this. On a slow model, steps may therefore be longer than the limits
-below, because its streams are slower too. Without this rule a slow model loses a sixth of its throughput, because each
-step has less than one prompt."""
+"""The limits below apply to the *counted time* of prompt tokens: the measured time, but at most this for each token. So
+steps of a slow model may be longer than the limits; its streams are slower anyway. Without this rule a slow model loses
+a sixth of its throughput, because a step would hold less than one prompt."""
 
-SLOWEST = 6
-"""The counted time of a prompt token is at least its duration divided by this number."""
+LARGEST_DISCOUNT = 6
+"""The counted time is at least the measured time divided by this number."""
 
 STEP_SECONDS = 0.4
-"""Time for prompts in a step while streams wait, and so the pause of these streams."""
+"""Time for prompts in a step while streams wait. The streams pause for this time."""
 
 LONGEST_SECONDS = 1.0
-"""Maximum time for prompts in a step, and the longest delay of an abort or a new request.
+"""Maximum time for prompts in a step. An abort or a new request waits at most this long.
 
 If more prompts wait than streams decode, a step may take STEP_SECONDS times the ratio of both numbers: the streams
 pause once, and all prompts start. If no stream has more than its first token, a step may take the maximum: requests
@@ -34,16 +34,16 @@ CREDIT_SECONDS = 4.0
 computed at once: a stream that pauses once ends earlier than a stream that is delayed at each token."""
 
 DEBT_SECONDS = LONGEST_SECONDS / 2
-"""Maximum debt that the following steps repay. The scheduler may exceed a budget by the same time. Where a step was
-longer for another reason, the measured pace is corrected instead."""
+"""How far the credit may fall below zero; the following steps repay it. A step that exceeds its budget by more has
+another cause than the scheduler, so only the measured pace is corrected."""
 
-SMALLEST = 32
-"""Minimum prompt tokens of a step, even if they take longer; also the first value before any measurement."""
+MIN_TOKENS = 32
+"""Minimum prompt tokens of a step, even if they take longer; also the budget before the first measurement."""
 
 
 def counted(tokens: int, seconds: float) -> float:
     """The counted time of `tokens` of prompts that took `seconds`."""
-    return max(seconds / SLOWEST, min(seconds, tokens * TOKEN_SECONDS))
+    return max(seconds / LARGEST_DISCOUNT, min(seconds, tokens * TOKEN_SECONDS))
 
 
 def weight(decoding: int, prompts: int) -> float:
@@ -53,24 +53,24 @@ def weight(decoding: int, prompts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The measured pace: `tokens` prompt tokens have a counted time of STEP_SECONDS. A step has at most `most`.
+    """The measured pace: `tokens` prompt tokens have a counted time of STEP_SECONDS. A step has at most `max_tokens`.
 
-    `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. A second in which more
-    prompts than streams wait counts less (`weight`).
+    `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. If more prompts than streams
+    wait, a second of delay uses up less of it (`weight`).
 
-    With constant costs, prompts stay within their time: a step holds at most what the last measured step would have
-    computed in that time, and the estimate at most doubles per step. A prompt token is assumed to cost as much as a
-    decoded one, which is the more expensive one. A step that was too long corrects the estimate at once.
+    If a token always takes the same time, steps stay within the limits: the estimate grows to at most its double per
+    step and never beyond the pace of the last measured step. The time of a step is divided equally among prompt tokens
+    and decoded tokens, although a decoded token costs more. A step that was too long corrects the estimate at once.
     """
 
-    most: int
+    max_tokens: int
     tokens: int
     credit_seconds: float = CREDIT_SECONDS
 
     @classmethod
-    def first(cls, most: int) -> Pace:
-        """The pace before any measurement: SMALLEST tokens per step."""
-        return cls(most, int(SMALLEST * STEP_SECONDS / LONGEST_SECONDS))
+    def first(cls, max_tokens: int) -> Pace:
+        """The pace before any measurement: MIN_TOKENS tokens per step."""
+        return cls(max_tokens, int(MIN_TOKENS * STEP_SECONDS / LONGEST_SECONDS))
 
     def seconds(self, decoding: int, prompts: int, *, just_begun: bool = False) -> float:
         """The time for `prompts` prompts in the next step, beside `decoding` sequences.
@@ -79,27 +79,27 @@ class Pace:
         """
         if not decoding:
             return LONGEST_SECONDS
-        worth = LONGEST_SECONDS if just_begun else min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
-        return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
+        limit = LONGEST_SECONDS if just_begun else min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
+        return min(limit, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
 
     def budget(self, seconds: float) -> int:
         """The number of prompt tokens of a step whose prompts may take `seconds`."""
-        return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
+        return min(self.max_tokens, max(MIN_TOKENS, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(
         self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int
     ) -> Pace:
-        """The pace after a step that took `seconds` and whose prompts were `allowed` to count that many seconds.
+        """The pace after a step of `seconds`, whose prompts had a budget of `allowed` seconds of counted time.
 
-        `decoding` and `prompts` are as in `seconds`. A short step with less than half of its budget can only raise the
-        estimate, because most of its time was not spent on prompts. A step without decoding sequences delays no stream,
-        so the credit is full after it.
+        `decoding` and `prompts`: see the method `seconds`. A short step with less than half of its budget can only
+        raise the estimate, because most of its time was not spent on prompts. A step without decoding sequences delays
+        no stream, so the credit is full after it.
         """
         spent = counted(prompt_tokens, seconds * prompt_tokens / max(1, all_tokens))
         credit = CREDIT_SECONDS
         if decoding:
-            held_up = spent * weight(decoding, prompts)
-            credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - held_up))
+            delay = spent * weight(decoding, prompts)
+            credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - delay))
         known = self if credit == self.credit_seconds else replace(self, credit_seconds=credit)
         if prompt_tokens == 0:
             return known

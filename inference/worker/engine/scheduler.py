@@ -423,7 +423,7 @@ class Scheduler:
         """Whether another choice is prefilling the same prompt, so that this one can copy its cells later."""
         group = run.job.group
         can_share = self.limits.can_trim or self.limits.checkpoints
-        if group is None or not can_share or self._reusable(run) < self.limits.copied:
+        if group is None or not can_share or self._reusable(run) < self.limits.min_copied:
             return False
         return any(
             other.phase is PREFILL and other.job.group == group and self._left(other) > 1 for other in self._running

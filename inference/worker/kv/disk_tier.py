@@ -5,9 +5,9 @@
     DIRECTORY/<hash of key>/*.tmp               being written; its writer holds a lock on it
 
 Several workers, also of several services, may use one directory. The modification time of a file is the time of its
-last use, or the end of its pin; under the size limit of the directory the oldest file is removed first. Files are
-written to a temporary name, synced and renamed, so a file with its final name is complete. It is verified when it is
-read nevertheless.
+last use, or the end of its pin. When the directory would exceed its size limit, the oldest files are removed first.
+Files are written to a temporary name, synced and renamed, so a file with its final name is complete. It is verified
+nevertheless when it is read.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ PIECE_BYTES = 2**20
 HEAD_BYTES = 2**16
 """Bytes that are read first to find out the size of a head."""
 PAUSE_SECONDS = 60.0
+"""How long nothing is written after an error or a slow write."""
 SLOW_SECONDS = 10.0
 SLOW_BYTES_PER_SECOND = 4 * 2**20
+"""A write is slow if it takes longer than SLOW_SECONDS and is slower than this."""
 LOCK_SECONDS = 10.0
 """Longest wait for the lock of the directory."""
-MOST_FREED = 3
-"""How often files are removed from a full disk before it is given up for a while."""
+MAX_REMOVALS = 3
+"""How often files are removed from a full disk for one entry. After that, writing pauses."""
 LONGEST_PIN_SECONDS = 31 * 86400.0
-"""A later modification time comes from a clock that was wrong, and is treated as the oldest."""
+"""A modification time further in the future comes from a wrong clock. Such a file counts as the oldest."""
 
 ENTRY, TEMPORARY = ".kv", ".tmp"
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Does not wait for the other end of a pipe in the place of an entry."""
+"""O_NONBLOCK: if the path is a pipe, opening it must not wait for a writer."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
 
@@ -78,7 +80,7 @@ class AbandonedError(Exception):
 
 
 class _File(NamedTuple):
-    """A file in the directory. A tuple with a string, because there may be thousands."""
+    """A file in the directory. A tuple with a string instead of a Path saves time when there are thousands of files."""
 
     modified_at: float
     count_bytes: int
@@ -131,8 +133,9 @@ class DiskTier:
     ) -> None:
         """Writes an entry. The names of files of this model that are removed for room are appended to `removed`.
 
-        `head` is changed. If the disk is full although the limit is not reached, the oldest files make room, except
-        pinned ones. Raises OSError after a log line, and pauses the tier; raises AbandonedError.
+        `head` is changed. If the disk is full before the limit is reached, the oldest files that are not pinned are
+        removed. If the write fails, logs the reason, pauses writing and raises OSError. Raises AbandonedError if
+        `is_abandoned` becomes true.
         """
         began, count_bytes, is_written = self._ticks(), len(head) + len(states), False
         while not is_written:
@@ -176,7 +179,7 @@ class DiskTier:
             os.close(handle)
 
     def find(self) -> Iterator[FoundEntry | None]:
-        """The files of this model, the last used first. Invalid ones are removed with a log line; None for each."""
+        """The files of this model, the last used first. An invalid file is removed with a log line and yields None."""
         for file in sorted(self._files(self._own), reverse=True):
             if not file.path.endswith(ENTRY):
                 continue
@@ -198,7 +201,7 @@ class DiskTier:
             yield FoundEntry(name, head, self._plausible(file.modified_at))
 
     def discard(self, name: str, reason: Exception) -> None:
-        """Removes an unusable file, with a log line. A file that only cannot be opened at present stays."""
+        """Removes an unusable file, with a log line. A file stays if the error may be temporary."""
         removes = not isinstance(reason, OSError) or reason.errno in _UNREADABLE
         text = reason.strerror if isinstance(reason, OSError) else f"it is {reason}"
         log.warning("stored sequence %s %s: %s", self._own / name, "removed" if removes else "skipped", text)
@@ -246,7 +249,7 @@ class DiskTier:
         return encoded, head
 
     def _read_states(self, handle: int, head: Head, arena: Arena, region: Region) -> None:
-        """Reads the states into `region`. They are not right if the file becomes shorter meanwhile."""
+        """Reads the states into `region`. Raises InvalidEntryError if their checksum is wrong."""
         size, states = head.sizes.all_bytes, StatesSum()
         for at in range(head.sizes.state_at, size, PIECE_BYTES):
             end = min(at + PIECE_BYTES, size)
@@ -262,7 +265,7 @@ class DiskTier:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(handle, count_bytes)  # so that others count it at once
+            os.ftruncate(handle, count_bytes)  # so that other workers count it at once
         except OSError:
             os.close(handle)
             path.unlink()
@@ -351,12 +354,12 @@ class DiskTier:
             raise OSError(errno.EBUSY, "other sequences are being written, and the limit is reached")
 
     def _free(self, count_bytes: int, removed: list[str]) -> bool:
-        """Removes the oldest files of at least `count_bytes` together, if there are any without a pin.
+        """Removes the oldest files without a pin until `count_bytes` are free. Returns whether a write may succeed now.
 
-        Returns whether another write may succeed. If others take the memory that becomes free, files are removed only
-        MOST_FREED times until a write succeeds.
+        Other programs may use the space that becomes free, so files are removed at most MAX_REMOVALS times for one
+        write.
         """
-        if self._freed == MOST_FREED:
+        if self._freed == MAX_REMOVALS:
             return False
         self._freed += 1
         before = len(removed)
@@ -370,7 +373,7 @@ class DiskTier:
         return freed > 0
 
     def _remove_oldest(self, files: Sequence[_File], count_bytes: int, removed: list[str]) -> int:
-        """Removes entries, the oldest first, until they had `count_bytes` together. Returns how many bytes they had."""
+        """Removes the oldest entries until `count_bytes` are free. Returns the bytes of the removed entries."""
         freed = 0
         for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
             if freed >= count_bytes:
@@ -384,11 +387,11 @@ class DiskTier:
                 removed.append(path.name)
             else:
                 with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # fails while there are others
+                    path.parent.rmdir()  # fails while it has other files
         return freed
 
     def _all_files(self) -> list[_File]:
-        """The files of all models. Those that an ended process was writing are removed."""
+        """The files of all models. Unfinished files of ended processes are removed."""
         files = []
         for directory in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
             for file in self._files(directory):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from inference.worker.kv.arena import Arena, Region, rounded
 from inference.worker.kv.background_jobs import BackgroundJobs
 from inference.worker.kv.entry_format import Sizes
-from inference.worker.kv.retention_policies import Policy, leaves_after
+from inference.worker.kv.retention_policies import Policy, removal_key
 from inference.worker.steps import StoredSequence
 from inference.worker_link import KvCounts
 
@@ -196,7 +196,7 @@ class MemoryTier:
         now, fetched_after = self._clock(), time.monotonic() - FETCHED_SECONDS
 
         def place(stored: Stored) -> tuple[bool, bool, bool, bool, float]:
-            is_pinned, keeps, worth = leaves_after(stored.sequence, self._policy, now)
+            is_pinned, keeps, worth = removal_key(stored.sequence, self._policy, now)
             is_expected = stored.sequence.wanted or (stored.fetched_at or 0.0) > fetched_after
             return is_expected, is_pinned, stored.file is None, keeps, worth
 

@@ -12,10 +12,12 @@ Policy = Callable[[StoredSequence, float], float]
 """The worth of a sequence at a Unix time. Only the order of the worths of one policy at one time has a meaning."""
 
 PRIORITY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 600.0, Priority.NORMAL: 0.0, Priority.LOW: -600.0}
-"""A high priority counts as much as a use that was so much later."""
+"""A sequence of this priority counts as if its last use had been this much later."""
 POSITION_SECONDS = 5.0
-"""So does half the length, because the beginning of a prompt is what others share."""
+"""A sequence counts as if its last use had been this much earlier for each doubling of its length: short prefixes are
+shared by more prompts."""
 LEAST_SECONDS = 1e-6
+"""Lower limit of the compute time of a sequence, so that its logarithm exists."""
 HALF_LIFE_SECONDS = 60.0
 """After this time without use, another use is half as likely."""
 
@@ -26,7 +28,7 @@ def lru(sequence: StoredSequence, now: float) -> float:
 
 
 def priority(sequence: StoredSequence, now: float) -> float:
-    """The time of the last use, moved by the priority of the request and by the position of the last token."""
+    """The time of the last use, moved by the priority of the request and by the length of the sequence."""
     position = POSITION_SECONDS * math.log2(len(sequence.tokens) + 1)
     return lru(sequence, now) + PRIORITY_SECONDS[sequence.priority] - position
 
@@ -45,9 +47,10 @@ def hybrid(sequence: StoredSequence, now: float) -> float:
 POLICIES: Mapping[str, Policy] = {"lru": lru, "priority": priority, "hybrid": hybrid}
 
 
-def leaves_after(sequence: StoredSequence, policy: Policy, now: float) -> tuple[bool, bool, float]:
-    """The sort key of the order in which sequences are removed.
+def removal_key(sequence: StoredSequence, policy: Policy, now: float) -> tuple[bool, bool, float]:
+    """The sort key for removal: sequences with lower keys are removed first.
 
-    Pinned ones are last, before them those with the hint `keep`; else the lowest worth is first.
+    The order is: neither pinned nor with the hint `keep`, then with the hint, then pinned; within each of these groups
+    the lowest worth comes first.
     """
     return sequence.pinned_until > now, sequence.keeps, policy(sequence, now)

@@ -122,7 +122,7 @@ class Slots:
             if not self._clear_cells(target, len(choice.stored.tokens)) or self._transfers < 1:
                 return None
             self._load(target, choice.stored)
-        elif best is not target and shared >= self._limits.copied and not self._clear_cells(target, shared):
+        elif best is not target and shared >= self._limits.min_copied and not self._clear_cells(target, shared):
             return None
         self._clock += 1
         if choice.stored is not None:
@@ -137,7 +137,7 @@ class Slots:
                 self._pass_on(target, choice.relocation)
                 best = choice.relocation if best is target else best
             self._forget(target, 0)
-            if best is not None and shared >= self._limits.copied:
+            if best is not None and shared >= self._limits.min_copied:
                 self._copy(best, target, shared)
                 if checkpoint is not None:
                     self._restore(target, checkpoint)
@@ -165,7 +165,7 @@ class Slots:
         """Stores `slot` before it loses the tokens behind the first `kept`, if they are worth it; False if that has to
         wait.
         """
-        is_worth_it = slot.unsaved - kept >= self._limits.copied and slot.tried != self._clock
+        is_worth_it = slot.unsaved - kept >= self._limits.min_copied and slot.tried != self._clock
         if not (is_worth_it and self._can_store(slot)):
             return True
         if self._transfers < 1:
@@ -193,7 +193,7 @@ class Slots:
         here = max(
             self._longest_prefix(tokens, tenant, reusable).tokens, self._best_stored(tokens, tenant, reusable)[1]
         )
-        return found if shared >= here + self._limits.copied else None
+        return found if shared >= here + self._limits.min_copied else None
 
     def fetch(self, sequence: StoredSequence) -> None:
         """Begins to read `sequence` from disk."""
@@ -208,7 +208,7 @@ class Slots:
         slots = [
             slot
             for slot in self._slots
-            if not slot.taken and slot.tried < slot.used_at and slot.unsaved >= self._limits.copied
+            if not slot.taken and slot.tried < slot.used_at and slot.unsaved >= self._limits.min_copied
         ]
         slot = min(filter(self._can_store, slots), key=lambda slot: slot.used_at, default=None)
         return None if slot is None else self._stored(slot)
@@ -293,7 +293,7 @@ class Slots:
 
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
         """A free slot with more taken neighbors than `target`, or None if there is none or a move costs too much."""
-        if not self._limits.can_trim or self._limits.copied > MOST_MOVED or self._limits.cells:
+        if not self._limits.can_trim or self._limits.min_copied > MOST_MOVED or self._limits.cells:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None
@@ -304,13 +304,13 @@ class Slots:
         free = [slot for slot in self._slots if not slot.taken]
         target = min(free, key=self._dispensable)
         stored, more = self._best_stored(tokens, tenant, reusable)
-        if stored is not None and more >= shared + self._limits.copied:
+        if stored is not None and more >= shared + self._limits.min_copied:
             still = [slot for slot in free if not self._is_moving(slot)]
             if still:
                 return _Choice(min(still, key=self._dispensable), Reuse(None, more), stored)
-        pays = shared >= self._limits.copied
+        pays = shared >= self._limits.min_copied
         if best is not None and not best.taken:
-            loses_little = best.computed - shared < self._limits.copied
+            loses_little = best.computed - shared < self._limits.min_copied
             stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
             has_room = not self._limits.cells or self._needed(target) + shared <= self._limits.cells
             if loses_little or stays or (pays and (target.computed or not has_room)):
@@ -334,7 +334,7 @@ class Slots:
         """An empty or less recently used slot other than `best` that may take the tokens of `slot`, or None."""
         candidates = [other for other in free if other is not slot and other is not best]
         relocation = min(candidates, key=self._dispensable, default=slot)
-        if slot.computed < self._limits.copied or self._dispensable(relocation) >= self._dispensable(slot):
+        if slot.computed < self._limits.min_copied or self._dispensable(relocation) >= self._dispensable(slot):
             return None
         return relocation
 

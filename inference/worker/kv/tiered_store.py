@@ -255,7 +255,7 @@ class TieredStore:
                 self._all_found.wait(FIND_SECONDS)
                 self.run()
         else:
-            log.info("another worker of the model uses the stored sequences: waiting for its end")
+            log.info("another worker of this model still uses the stored sequences; waiting until it ends")
             self._memory_jobs.add(self._await_arena)
 
     def close(self, seconds: float) -> None:

@@ -84,7 +84,7 @@ class Context:
         """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
         if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
             self.window = 0
-        self.worth_copying = max(LEAST_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
+        self.min_copied = max(LEAST_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
         """The minimum number of tokens that are copied instead of computed."""
         self.checkpoint_bytes = 0
         """The size of a checkpoint: of the states and windows of one sequence. Set by `warm_up`."""

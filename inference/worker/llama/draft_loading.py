@@ -84,13 +84,13 @@ def _check_removal(model: llama.Model, context: llama.Context, name: str) -> Non
     if model.keeps_whole_state:
         raise LoadError(
             ExitCause.STARTUP,
-            f"draft is set, but {name} has recurrent layers, which cannot go back a token; remove draft",
+            f"draft is set, but {name} has recurrent layers, where rejected tokens cannot be removed; remove draft",
         )
     if context.window:
         raise LoadError(
             ExitCause.STARTUP,
-            f"draft is set, but {name} has sliding-window layers, which cannot go back a token; set swa_full: true, or "
-            "remove draft",
+            f"draft is set, but {name} has sliding-window layers, where rejected tokens cannot be removed; "
+            "set swa_full: true, or remove draft",
         )
 
 

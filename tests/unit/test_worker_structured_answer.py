@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inference.worker.answers.generation import Output
-from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.answers.structured_answer import Reading, StructuredGeneration
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
@@ -39,7 +39,7 @@ def follow(
     """All outputs of an answer with the tokens of `drawn`."""
     tokens = [*drawn.encode(), END] if isinstance(drawn, str) else drawn
     how = reading(**changes)
-    generation = DividedGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, how, how.parser())
+    generation = StructuredGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, how, how.parser())
     outputs: list[Output] = []
     for token in tokens:
         output = generation.accept(token, -0.5 if logprobs else None)
@@ -92,7 +92,7 @@ def test_parts_keep_their_order_within_one_output() -> None:
         def piece(self, token: int, *, special: bool = False) -> bytes:
             return b"(a)b[f:1]" if token == 65 else super().piece(token, special=special)
 
-    generation = DividedGeneration(0, FakeSampler(b""), Wide(), 9, (), reading(), MarkParser())
+    generation = StructuredGeneration(0, FakeSampler(b""), Wide(), 9, (), reading(), MarkParser())
     output = generation.accept(65)
     assert output is not None
     expected: list[Part] = [Reasoning("a"), Content("b"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")]
