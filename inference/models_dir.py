@@ -98,7 +98,7 @@ def _choices(models: Sequence[str]) -> str:
     shown = ", ".join(models[:20]) + (" ..." if len(models) > 20 else "")
     if models:
         return f"its models: {shown}"
-    return "it has no GGUF file; look for a repository with the same name and -GGUF at its end"
+    return "it has no GGUF model; look for a repository with the same name and -GGUF at its end"
 
 
 def is_projector(name: str) -> bool:
