@@ -49,7 +49,7 @@ LONG_TURNS, LONG_ANSWER_TOKENS = 20, 8
 CONVERSATIONS = 8
 """At once, in the part `prefix`: twice the slots of one node, half of those of four."""
 TIMEOUT_SECONDS = 300.0
-LEAST_SPEEDUP, MOST_ADDED_MS, LEAST_HITS = 3.5, 0.15, 0.9
+MIN_SPEEDUP, MAX_ADDED_MS, MIN_HITS = 3.5, 0.15, 0.9
 ALONE, SHARED, LIMITED, SHARED_LIMITED = "alone", "shared", "limits", "shared limits"
 """The gateways of the part `shared`: without and with `state:`, each with a key without and with limits."""
 
@@ -281,13 +281,13 @@ def bars(found: Found) -> Iterator[Bar]:
     """One per target that was measured."""
     if found.throughput[NODES]:
         speedup = Middle.of(ratios(found.throughput[NODES], found.throughput[1]))
-        yield Bar("fleet-throughput", speedup.value, "x", ">=", LEAST_SPEEDUP)
+        yield Bar("fleet-throughput", speedup.value, "x", ">=", MIN_SPEEDUP)
     if found.p50_seconds:
         added = Middle.of(found.added_ms(SHARED, ALONE))
-        yield Bar("fleet-shared-added-p50", added.value, "ms", "<=", MOST_ADDED_MS)
+        yield Bar("fleet-shared-added-p50", added.value, "ms", "<=", MAX_ADDED_MS)
     if found.hits:
         share = Middle.of(ratios(found.shares(NODES), found.shares(1)))
-        yield Bar("fleet-prefix-hits", share.value, "ratio", ">=", LEAST_HITS)
+        yield Bar("fleet-prefix-hits", share.value, "ratio", ">=", MIN_HITS)
 
 
 def say(text: str) -> None:

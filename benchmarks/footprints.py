@@ -66,13 +66,13 @@ def footprint(pid: int) -> Footprint | None:
     return Footprint(pid, kind_of(words), rss, private, descriptors, int(status["Threads"]))
 
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Maximum number of samples for the slope, because all pairs are compared. Longer runs are thinned out."""
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
     """Change per second: median of the slopes of all pairs (Theil-Sen), which is robust against outliers."""
-    points = points[:: max(1, len(points) // MOST_POINTS)]
+    points = points[:: max(1, len(points) // MAX_POINTS)]
     found = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
         for index, earlier in enumerate(points)

@@ -32,7 +32,7 @@ ADDED_OF_PASS_THROUGH = 1.0
 """Added latency relative to the bare proxy in the same round. Independent of the machine's speed; our own target."""
 OF_PASS_THROUGH, OVER_LITELLM, OVER_PORTKEY = 0.65, 20.0, 3.0
 CLOUD_OF_PASS_THROUGH = 0.5
-MOST_PACES = 10
+MAX_PACES = 10
 IDLE_MB, GROWTH_PERCENT = 120.0, 5.0
 FAILOVER_P50_MS = 10.0
 """Added latency of a failed tier, without the time it kept the request waiting; our own target."""
@@ -183,7 +183,7 @@ def _bars_paced(found: Results) -> Iterator[Bar]:
     if mine := found.paced_of(GATEWAY):
         longest = max(max(one.longest) for one in mine)
         name = f"longest_gap_of_{mine[0].streams}_streams"
-        yield Bar(name, longest / PACE_SECONDS, "paces", "<=", MOST_PACES)
+        yield Bar(name, longest / PACE_SECONDS, "paces", "<=", MAX_PACES)
 
 
 def _bars_failed(found: Results) -> Iterator[Bar]:

@@ -37,7 +37,7 @@ from tests.rigs.worker_rig import WorkerRig
 
 MEASURED = ("cuda", "sim")
 """Kinds of devices that report the use of all processes to the byte."""
-SHARE, LEAST_BYTES = 0.01, 16 * MIB
+SHARE, MIN_BYTES = 0.01, 16 * MIB
 """A prediction may be wrong by the larger of both."""
 SETTLE_SECONDS = 10.0
 LOAD_SECONDS = 300.0
@@ -115,7 +115,7 @@ class Sample:
 
     def error(self, context_bytes: int) -> float:
         """The error relative to the allowed one."""
-        allowed = max((self.predicted_bytes + context_bytes) * SHARE, LEAST_BYTES)
+        allowed = max((self.predicted_bytes + context_bytes) * SHARE, MIN_BYTES)
         return abs(self.error_bytes(context_bytes)) / allowed
 
 

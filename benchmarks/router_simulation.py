@@ -39,7 +39,7 @@ from gateway.nodes.prefix_blocks import PrefixBlocks, prefix_blocks, prefix_salt
 from gateway.nodes.prefix_index import PrefixIndex
 from gateway.nodes.rebalance import RebalanceState, cheapest, rebalance
 from inference.protocol import ModelState, ModelStatus
-from inference.worker.kv.labels import MOST_OF_A_SEQUENCE, Labels
+from inference.worker.kv.labels import MAX_OF_A_SEQUENCE, Labels
 
 RAW = Path("benchmarks/results/router_simulation.json")
 
@@ -59,7 +59,7 @@ RESIDENT = 16
 PARALLEL = 8
 CACHED_CONVERSATIONS = 80
 """Conversations whose KV cache a node keeps."""
-MOST_LABELS_OF_A_NODE = 2**20
+MAX_LABELS_OF_A_NODE = 2**20
 """No limit: that of the service is one per model."""
 MEAN_LOAD = 12.0
 """Requests in flight per node."""
@@ -89,7 +89,7 @@ class Node:
         self.residents: dict[str, Resident] = {}
         self.cache: OrderedDict[str, tuple[int, tuple[str, ...]]] = OrderedDict()
         """Tokens and labels by conversation, or by system prompt."""
-        self.labels = Labels(MOST_LABELS_OF_A_NODE)
+        self.labels = Labels(MAX_LABELS_OF_A_NODE)
         self.changed: list[dict[str, None]] = [{} for _ in range(GATEWAYS)]
         self.running: dict[Request, None] = {}
         self.is_up, self.up_since, self.up_seconds = True, 0.0, 0.0
@@ -360,7 +360,7 @@ class Simulation:
             return
         self._end(request)
         talk.had = request.tokens + ANSWER_TOKENS
-        self._store(node, talk, talk.blocks.hashes[-MOST_OF_A_SEQUENCE:], talk.had)
+        self._store(node, talk, talk.blocks.hashes[-MAX_OF_A_SEQUENCE:], talk.had)
         talk.turn += 1
         if talk.turn < TURNS:
             self.at(self.chance.expovariate(1 / PAUSE_SECONDS), self.ask, talk, ())
@@ -416,7 +416,7 @@ class Simulation:
             self.ask(request.talk, (node.name,), request.gateway)
         node.residents.clear()
         node.cache.clear()
-        node.labels = Labels(MOST_LABELS_OF_A_NODE)
+        node.labels = Labels(MAX_LABELS_OF_A_NODE)
         for gateway in self.gateways:
             self.at(self.chance.uniform(0, 2 * POLL_SECONDS), self.forget, gateway, node)
         self.at(AWAY_SECONDS, self.come_back, node)

@@ -42,7 +42,7 @@ SUITES = {
     "draft 7": ("draft7", "*.json"),
 }
 BARS_OF = ("2020-12", "draft 7")
-MOST_ORDERS = 120
+MAX_ORDERS = 120
 """Maximum number of key orders that are tried for a valid instance, because a constraint fixes the order."""
 
 
@@ -190,7 +190,7 @@ def judge(
         elif accepted:
             tally.lenient += 1
             findings.lenient.append(place)
-        elif any(walker.accepts(constraint, text) for text in itertools.islice(texts, MOST_ORDERS)):
+        elif any(walker.accepts(constraint, text) for text in itertools.islice(texts, MAX_ORDERS)):
             tally.spelled += 1
         else:
             tally.strict += 1

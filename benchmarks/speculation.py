@@ -59,7 +59,7 @@ FIRST_TOKEN = 1000
 """Tokens below are control tokens and single bytes."""
 REST_SECONDS = 0.2
 """Pause before every sample, so that the threads of the other engine are asleep."""
-LEAST_GAIN, MOST_LOSS = 1.5, 0.97
+MIN_GAIN, MAX_LOSS = 1.5, 0.97
 REPETITIVE = ("edit", "json", "quote")
 DRAFTS = {"135m": "20m", "demo": "demo-mini"}
 LEARNED = "learned"
@@ -334,7 +334,7 @@ def measure(
                 f"{source} {Middle.of(rates[1]).text()} tok/s, ratio {gain.text(2)}, accepted {share}\n"
             )
             sys.stdout.flush()
-            target = LEAST_GAIN if streams == 1 and text in REPETITIVE else MOST_LOSS
+            target = MIN_GAIN if streams == 1 and text in REPETITIVE else MAX_LOSS
             bars.append(Bar(f"speculation-{name}-{streams}-{text}", gain.value, "ratio", ">=", target))
     return bars
 

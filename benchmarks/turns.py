@@ -37,9 +37,9 @@ LIMIT_GB = "0.1"
 CLIENTS = ((True, 32, "normal"), (True, 8, "high"), (False, 4, "low"))
 """The clients of each model: streaming, tokens of an answer, priority."""
 TIMEOUT_SECONDS = 300.0
-MOST_SECONDS = 1800.0
+MAX_SECONDS = 1800.0
 """Maximum time of one situation."""
-MOST_ABSENCES = 1.5
+MAX_ABSENCES = 1.5
 """Target for a wait in absences: one, and half of another for requests that are answered before in the same turn."""
 RAW = Path("benchmarks/results/turns.json")
 _THERE = ("ready", "busy")
@@ -126,7 +126,7 @@ class Bench:
         self._began = 0.0
 
     def run(self, swaps: int) -> None:
-        """Runs until the number of swaps or MOST_SECONDS is reached. Clients finish their running requests."""
+        """Runs until the number of swaps or MAX_SECONDS is reached. Clients finish their running requests."""
         self._stack.start()
         self._began = time.monotonic()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -138,7 +138,7 @@ class Bench:
         try:
             for client in clients:
                 client.start()
-            while len(self._samples.absences) < swaps and self._now() < MOST_SECONDS:
+            while len(self._samples.absences) < swaps and self._now() < MAX_SECONDS:
                 time.sleep(0.5)
             self._samples.seconds = self._now()
             self._over.set()
@@ -228,7 +228,7 @@ def bars(found: Sequence[Samples], swaps: int) -> Iterator[Bar]:
         yield Bar(f"turns_swaps_{samples.name}", len(samples.absences), "swaps", ">=", swaps)
         yield Bar(f"turns_failed_{samples.name}", len(samples.failed), "requests", "<=", 0)
         wait = max(samples.waits, default=float("nan")) / longest
-        yield Bar(f"turns_longest_wait_{samples.name}", wait, "absences", "<=", MOST_ABSENCES)
+        yield Bar(f"turns_longest_wait_{samples.name}", wait, "absences", "<=", MAX_ABSENCES)
         silence = samples.longest_silence_seconds / longest
         yield Bar(f"turns_silence_{samples.name}", silence, "absences", "<=", 1.0)
 

@@ -139,7 +139,7 @@ def _raise_descriptor_limit() -> int:
 def _bounded_protocol(descriptors: int) -> type[BoundedHttp]:
     """The HTTP protocol with a limit of connections: each one may need two of `descriptors`, one to a provider."""
     most = max(1, min(MAX_CONNECTIONS, (descriptors - OWN_DESCRIPTORS) // 2))
-    return type("BoundedHttp", (BoundedHttp,), {"most_connections": most})
+    return type("BoundedHttp", (BoundedHttp,), {"max_connections": most})
 
 
 _reloads: set[asyncio.Task[None]] = set()

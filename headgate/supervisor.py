@@ -26,12 +26,12 @@ class RestartDelays:
     """Delays before a restart, as in Docker: doubled after each exit, reset after a run of `healthy_seconds`."""
 
     first_seconds: float = 0.1
-    most_seconds: float = 60.0
+    max_seconds: float = 60.0
     healthy_seconds: float = 10.0
 
     def after(self, exits: int) -> float:
         """Seconds to wait after `exits` (1 or more) exits in a row."""
-        return min(self.first_seconds * 2.0 ** min(exits - 1, 64), self.most_seconds)
+        return min(self.first_seconds * 2.0 ** min(exits - 1, 64), self.max_seconds)
 
 
 @dataclass

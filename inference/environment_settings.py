@@ -57,19 +57,19 @@ AT_START = frozenset(
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 Speculation = Literal["off", "ngram"]
-MOST_LAYERS = 512
+MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
-MOST_CONTEXT = 2**27
+MAX_CONTEXT = 2**27
 """The largest context_length in tokens: a hundred times what models are trained for."""
 
-LEAST_KV_RAM_GB = 1 / 64
+MIN_KV_RAM_GB = 1 / 64
 """`placement.kv_budgets` divides host memory for stored sequences in steps of 16 MiB."""
 
 SIMULATED = "sim:"
 SIMULATED_EXAMPLE = "sim:2x600MiB"
-MOST_SIMULATED = 16
+MAX_SIMULATED = 16
 """The number of servers that ggml's RPC backend supports in one process."""
-LEAST_SIMULATED_BYTES = MIB
+MIN_SIMULATED_BYTES = MIB
 DEVICE_CHOICES = ("auto", "cpu")
 _SIMULATED_ITEM = re.compile(r"(?:(\d{1,4})\s*[x*×]\s*)?(.+)", re.IGNORECASE)  # noqa: RUF001 - people write it
 
@@ -81,18 +81,18 @@ def _empty_is_unset(value: Any) -> Any:
 def _experts(value: Any) -> Any:
     """A word or a number of layers; variables of the environment are text."""
     found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-    is_number = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MOST_LAYERS
+    is_number = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_LAYERS
     words = ("device", "host", "auto")
     if not is_number and found not in words:
         raise ValueError(
-            f"write device, host, auto, or the number of layers (0 to {MOST_LAYERS}) whose experts are in host memory"
+            f"write device, host, auto, or the number of layers (0 to {MAX_LAYERS}) whose experts are in host memory"
             + did_you_mean(value, words)
         )
     return found
 
 
 Experts = Annotated[
-    Literal["device", "host", "auto"] | Annotated[int, Field(ge=0, le=MOST_LAYERS)], BeforeValidator(_experts)
+    Literal["device", "host", "auto"] | Annotated[int, Field(ge=0, le=MAX_LAYERS)], BeforeValidator(_experts)
 ]
 """Where the experts of a model are: with their layers, in host memory, or those of the first N layers in host memory;
 `auto` takes the smallest N with which the model fits."""
@@ -179,7 +179,7 @@ class InferenceSettings(BaseSettings):
         "layer", description="how a model on several accelerators is divided: by layer, row or tensor"
     )
     gpu_index: OptionalInt = Field(None, ge=0)
-    context_length: int = Field(4096, ge=16, le=MOST_CONTEXT)
+    context_length: int = Field(4096, ge=16, le=MAX_CONTEXT)
     parallel: int = Field(4, ge=1, le=256)
     kv_cells: OptionalInt = Field(
         None, ge=16, description="KV cells that all requests of a model share; unset: context_length for each request"
@@ -200,7 +200,7 @@ class InferenceSettings(BaseSettings):
     min_residency_seconds: Duration = 5.0
     oom_policy: OomPolicy = Field((), description="steps when memory runs out: cleanup, reduce, cpu")
     fit: FitPolicy = Field("off", description="what is changed when a model does not fit as configured")
-    min_context: int = Field(2048, ge=16, le=MOST_CONTEXT, description="the shortest context that fit may choose")
+    min_context: int = Field(2048, ge=16, le=MAX_CONTEXT, description="the shortest context that fit may choose")
 
     # memory
     memory_limit_gb: OptionalFloat = Field(None, gt=0)
@@ -300,8 +300,8 @@ class InferenceSettings(BaseSettings):
     @field_validator("kv_ram_gb")
     @classmethod
     def _is_used(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < LEAST_KV_RAM_GB:
-            raise ValueError(f"must be 0 (none) or at least {LEAST_KV_RAM_GB} (16 MiB), because less is not used")
+        if value is not None and 0 < value < MIN_KV_RAM_GB:
+            raise ValueError(f"must be 0 (none) or at least {MIN_KV_RAM_GB} (16 MiB), because less is not used")
         return value
 
     @model_validator(mode="after")
@@ -416,7 +416,7 @@ def simulated_sizes(text: str) -> tuple[int, ...]:
             size = parse_bytes(match[2])
         except ValueError as error:
             raise ValueError(f"simulated devices: {error}") from None
-        if size < LEAST_SIMULATED_BYTES:
+        if size < MIN_SIMULATED_BYTES:
             bare = match[2].strip()
             meant = f"; did you mean {bare}MiB?" if bare.isdigit() else ""
             raise ValueError(f"a simulated device of {format_bytes(size)} is too small for a model{meant}")
@@ -426,6 +426,6 @@ def simulated_sizes(text: str) -> tuple[int, ...]:
                 f"write cpu for no simulated devices, or a number above 0, for example {SIMULATED_EXAMPLE}"
             )
         found += [size] * count
-    if len(found) > MOST_SIMULATED:
-        raise ValueError(f"there can be at most {MOST_SIMULATED} simulated devices, not {len(found)}")
+    if len(found) > MAX_SIMULATED:
+        raise ValueError(f"there can be at most {MAX_SIMULATED} simulated devices, not {len(found)}")
     return tuple(found)

@@ -13,7 +13,7 @@ LoRA adapters."""
 
 NO_FILE: Stamp = (0, 0, 0)
 _PART = re.compile(r"(?P<prefix>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-_MOST_PARTS = 1024
+_MAX_PARTS = 1024
 
 
 def stamp(path: str | Path) -> Stamp:
@@ -29,7 +29,7 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     """The files of a GGUF that is split into parts (`NAME-00001-of-00003.gguf`), in order; else `path` alone."""
     match = _PART.fullmatch(path.name)
     count = int(match["count"]) if match else 1
-    if match is None or not 1 < count <= _MOST_PARTS:
+    if match is None or not 1 < count <= _MAX_PARTS:
         return (path,)
     prefix, end = match["prefix"], f"-of-{count:05d}.gguf"
     return tuple(path.with_name(f"{prefix}-{part:05d}{end}") for part in range(1, count + 1))

@@ -13,11 +13,11 @@ from inference.file_stamp import parts_of
 HUB = "hf:"
 DEFAULT_QUANTIZATION = "Q4_K_M"
 """The quantization of an `hf:` source without one, if the repository has several."""
-MOST_DEPTH = 4
+MAX_DEPTH = 4
 """Folders below the directory: ORGANIZATION/REPOSITORY/QUANTIZATION, and one more."""
-MOST_ENTRIES = 20_000
+MAX_ENTRIES = 20_000
 """Files and folders that are looked at, so that `/` as the directory does not delay the start."""
-MOST_FILES = 500
+MAX_FILES = 500
 """Models in the directory that are listed although models.yaml has no entry for them."""
 
 _SOURCE = re.compile(
@@ -122,7 +122,7 @@ def _gguf_files(directory: Path) -> Iterator[Path]:
 
     Hidden and unreadable folders are skipped, and a link to a folder that contains the link.
     """
-    left = MOST_ENTRIES
+    left = MAX_ENTRIES
     folders: list[tuple[Path, tuple[os.stat_result, ...]]] = [(directory, ())]
     while folders:
         folder, outer = folders.pop()
@@ -144,7 +144,7 @@ def _gguf_files(directory: Path) -> Iterator[Path]:
             try:
                 if entry.name.endswith(".gguf") and entry.is_file() and os.access(entry.path, os.R_OK):
                     yield folder / entry.name
-                elif len(outer) < MOST_DEPTH and entry.is_dir():
+                elif len(outer) < MAX_DEPTH and entry.is_dir():
                     inner.append((folder / entry.name, (*outer, here)))
             except OSError:
                 continue
@@ -171,7 +171,7 @@ def models_below(directory: Path) -> list[ModelFile]:
     for path in _gguf_files(directory.absolute()):
         if is_projector(path.name):
             projectors.setdefault(path.parent, []).append(path)
-        elif _part(path.name) <= 1 and len(models) < MOST_FILES:
+        elif _part(path.name) <= 1 and len(models) < MAX_FILES:
             models.append(path)
     projectors.pop(directory.absolute(), None)
 

@@ -30,7 +30,7 @@ the same replica of a model if possible."""
 H_PREFIX = "x-headgate-prefix"
 """Hashes of the prompt's last blocks, comma-separated: labels of the sequence that the worker stores. The gateway sends
 them where it has several inference services."""
-MOST_PREFIX_HASHES = 32
+MAX_PREFIX_HASHES = 32
 H_FENCE = "x-headgate-fence"
 """With a load: the number of the lease under which the gateway decided it. A later lease has a larger number."""
 H_DEADLINE = "x-headgate-deadline-ms"
@@ -177,11 +177,11 @@ def error_body(
 def prefix_hashes(value: str) -> tuple[str, ...]:
     """The hashes in a value of H_PREFIX. Raises ValueError."""
     if _PREFIX.fullmatch(value) is None:
-        raise ValueError(f"must be 1 to {MOST_PREFIX_HASHES} hashes of 16 hexadecimal digits, separated by commas")
+        raise ValueError(f"must be 1 to {MAX_PREFIX_HASHES} hashes of 16 hexadecimal digits, separated by commas")
     return tuple(value.split(","))
 
 
-_PREFIX = re.compile(rf"[0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MOST_PREFIX_HASHES - 1}}}")
+_PREFIX = re.compile(rf"[0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PREFIX_HASHES - 1}}}")
 
 
 # --- states ----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from headgate.shared.errors import ConfigError, Problem, did_you_mean
 from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
 from inference.environment_settings import (
-    MOST_CONTEXT,
-    MOST_LAYERS,
+    MAX_CONTEXT,
+    MAX_LAYERS,
     Experts,
     FitPolicy,
     InferenceSettings,
@@ -35,7 +35,7 @@ from inference.file_stamp import Fingerprint, fingerprint
 from inference.models_dir import HUB, HubSource, ModelFile, model_name, models_below
 
 NO_MODELS = "models: {}"
-MOST_REPLICAS = 64
+MAX_REPLICAS = 64
 
 _REPLICAS = re.compile(r"\s*(\d{1,6})(?:\.\.(\d{1,6}))?\s*", re.ASCII)
 ReplicaRange = tuple[int, int]
@@ -50,8 +50,8 @@ def parse_replicas(value: object) -> ReplicaRange:
     if match is None:
         raise ValueError(f"{value!r} is not a number of replicas; write N or N..M, for example 2 or 1..3")
     found = int(match[1]), int(match[2] or match[1])
-    if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
-        raise ValueError(f"replicas {value} is not possible; write N or N..M with 1 <= N <= M <= {MOST_REPLICAS}")
+    if not 1 <= found[0] <= found[1] <= MAX_REPLICAS:
+        raise ValueError(f"replicas {value} is not possible; write N or N..M with 1 <= N <= M <= {MAX_REPLICAS}")
     return found
 
 
@@ -67,7 +67,7 @@ class ModelEntry(BaseModel):
 
     path: str = Field(min_length=1)
     aliases: tuple[str, ...] = ()
-    context_length: int | None = Field(None, ge=16, le=MOST_CONTEXT)
+    context_length: int | None = Field(None, ge=16, le=MAX_CONTEXT)
     gpu_layers: int | None = Field(None, ge=-1)
     experts: Experts | None = None
     split_mode: SplitMode | None = None
@@ -92,7 +92,7 @@ class ModelEntry(BaseModel):
     warm: bool = True
     oom_policy: OomPolicy | None = None
     fit: FitPolicy | None = None
-    min_context: int | None = Field(None, ge=16, le=MOST_CONTEXT)
+    min_context: int | None = Field(None, ge=16, le=MAX_CONTEXT)
     memory_overhead: Bytes | None = None
     capabilities: tuple[str, ...] | None = None
     replicas: Replicas = (1, 1)
@@ -170,7 +170,7 @@ class ModelSpec:
         """The number of layers, from the first one on, whose experts are in host memory."""
         if isinstance(self.experts, int):
             return self.experts
-        return MOST_LAYERS if self.experts == "host" else 0
+        return MAX_LAYERS if self.experts == "host" else 0
 
     @property
     def files(self) -> Fingerprint:

@@ -237,7 +237,7 @@ class Meter:
         if not self.counts_tokens:
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
-        wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
+        wanted = self._prompt_tokens + core.answer_tokens(request.body, request.answer_limit(core.ANSWER_TOKENS))
         await self._limiter.reserve(self._key, self._exchange, self._number, wanted)
 
     def note(self, frame: Frame) -> None:

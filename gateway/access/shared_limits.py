@@ -14,7 +14,7 @@ from gateway.shared_state.scripts import ACTIVE, DEAD_SECONDS, GATEWAYS, USAGE, 
 if TYPE_CHECKING:
     from gateway.shared_state.shared_state import SharedState
 
-MOST_ACTIVE = 500
+MAX_ACTIVE = 500
 """Keys whose usage each gateway reads regularly, so that it knows it when the store is lost."""
 
 
@@ -105,7 +105,7 @@ class SharedLimits:
 
     async def active(self) -> dict[str, Account]:
         """Accounts of keys with recent requests at any gateway; raises StoreLostError."""
-        reply = await self.state.call("limits", "active_usage", [ACTIVE], [USAGE, MOST_ACTIVE])
+        reply = await self.state.call("limits", "active_usage", [ACTIVE], [USAGE, MAX_ACTIVE])
         now = self.state.clock()
         rows = zip(*(reply[column::4] for column in range(4)), strict=True)
         return {name: Account(float(requests), float(tokens), now - float(age)) for name, requests, tokens, age in rows}

@@ -83,7 +83,7 @@ class BreakerFile(BreakerStore):
     async def load(self, providers: Collection[str]) -> None:
         """Open the breakers of `providers` in the file. Logs one line if the file cannot be used."""
         stored = await asyncio.to_thread(
-            load_state_file, self._path, _parse, "breakers start closed", most_bytes=MAX_BYTES
+            load_state_file, self._path, _parse, "breakers start closed", max_bytes=MAX_BYTES
         )
         found, written = stored or ([], 0.0)
         # an open period is not longer than when it was written, even if the wall clock was set back since then

@@ -54,7 +54,7 @@ class BoundedHttp(WiredHttp):
     head_seconds = HEAD_SECONDS
     unread_seconds = UNREAD_SECONDS
     held_up_seconds = HELD_UP_SECONDS
-    most_connections = MAX_CONNECTIONS
+    max_connections = MAX_CONNECTIONS
     _header_bytes = 0
     _too_large: str | None = None
     _head_timer: asyncio.TimerHandle | None = None
@@ -70,8 +70,8 @@ class BoundedHttp(WiredHttp):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=READ_AHEAD_BYTES, low=READ_AHEAD_BYTES - MIN_READ_BYTES)
         self._idle_since = self.loop.time()
-        if len(self.connections) > self.most_connections and not self._close_idle():
-            message = f"all of the gateway's {self.most_connections} connections are in use; try again shortly"
+        if len(self.connections) > self.max_connections and not self._close_idle():
+            message = f"all of the gateway's {self.max_connections} connections are in use; try again shortly"
             self._refuse(Code.QUEUE_FULL, message, b"retry-after: 1")
         self._await_head()
 

@@ -20,7 +20,7 @@ from gateway.shared_state.shared_leases import Lease, Leases
 
 log = logging.getLogger("gateway.nodes.cold_placement")
 
-MOST_ASKED = 4
+MAX_ASKED = 4
 """Nodes that are asked for their plans."""
 PLAN_SECONDS = 2.0
 LEASE_SECONDS = 10.0
@@ -59,7 +59,7 @@ class ColdPlacement:
             return found
         task = self._running.get(model)
         if task is None:
-            task = self._running[model] = self._spawn(self._decide(model, nodes[:MOST_ASKED], view), "placement")
+            task = self._running[model] = self._spawn(self._decide(model, nodes[:MAX_ASKED], view), "placement")
             task.add_done_callback(lambda _: self._running.pop(model, None))
         await asyncio.wait((task,), timeout=seconds)
         return self._decided(model, names)

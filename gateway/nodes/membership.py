@@ -22,7 +22,7 @@ DNS_SECONDS = 5.0
 """Time between two look-ups of a name."""
 FIRST_SECONDS = 2.0
 """How long the start of the gateway waits for the first addresses of a name."""
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0
 """Before the helper of a Ray cluster is started again."""
 HELPER = (sys.executable, "-m", "headgate.ray_cluster.watch")
 MAX_LINE_BYTES = 2**24
@@ -141,13 +141,13 @@ class Membership:
     # --- Ray clusters ------------------------------------------------------------------------------------------------
     async def _watch_cluster(self, address: str, on_change: Callable[[], None]) -> None:
         """Reads the lists that a helper process prints, and starts it again when it ends."""
-        pause = LEAST_PAUSE_SECONDS
+        pause = MIN_PAUSE_SECONDS
         while True:
             try:
                 async with _running((*self._helper, *([address] if address else ()))) as process:
                     assert process.stdout is not None
                     while line := await process.stdout.readline():
-                        pause = LEAST_PAUSE_SECONDS
+                        pause = MIN_PAUSE_SECONDS
                         if self._note(f"ray:{address}", _members(line)):
                             on_change()
                 reason = f"its helper ended with status {process.returncode}"
@@ -155,7 +155,7 @@ class Membership:
                 reason = f"{type(error).__name__}: {error}"
             self._note_error(f"ray:{address}", reason)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, MOST_PAUSE_SECONDS)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 def _ignore(task: asyncio.Task[_Addresses]) -> None:

@@ -20,7 +20,7 @@ from gateway.nodes.prefixes import Prefixes
 from gateway.providers.local.candidate_facts import LikelyFailure
 from inference.protocol import H_PREFIX, Priority
 
-MOST_UNLISTED = 16
+MAX_UNLISTED = 16
 """Nodes that are considered for a model that no node lists: the answer of any of them is the right one."""
 
 _AVOIDED = LikelyFailure("it is used only if no other node is left")
@@ -116,7 +116,7 @@ class NodeSelection:
         if names:
             names += [name for name in cached if name not in names and table.status(name, model) is not None]
         else:
-            names = list(self._nodes)[:MOST_UNLISTED]
+            names = list(self._nodes)[:MAX_UNLISTED]
         size_bytes = 1 if blocks is None else blocks.size_bytes
         cached_tokens = {name: prompt_tokens * prefix_bytes // size_bytes for name, prefix_bytes in cached.items()}
         found = self._choose_among(names, model, needs, cached_tokens)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from inference.protocol import ModelState, ModelStatus
 
-MOST_LOADED = 16
+MAX_LOADED = 16
 """How many of the nodes with a loaded model are considered for one request, drawn at random."""
-MOST_COLD = 4
+MAX_COLD = 4
 """How many others are considered, drawn among those that list the model."""
 
 PRESENT = frozenset((
@@ -118,8 +118,8 @@ class NodeTable:
         `draw` returns random numbers from 0 to 1.
         """
         listed, loaded = self._listed.get(model), self._loaded.get(model)
-        found = [] if loaded is None else loaded.sample(MOST_LOADED, draw)
-        found += [] if listed is None else listed.sample(MOST_COLD, draw)
+        found = [] if loaded is None else loaded.sample(MAX_LOADED, draw)
+        found += [] if listed is None else listed.sample(MAX_COLD, draw)
         return list(dict.fromkeys(found))
 
 

@@ -21,7 +21,7 @@ from headgate.shared.bodies.openai_bodies import CompletionRequest, Message, Par
 
 BLOCK_BYTES = 1024
 """A block ends after this many bytes and at the end of each message."""
-MOST_BLOCKS = 4096
+MAX_BLOCKS = 4096
 """Blocks of one prompt; what follows has no hashes."""
 _HASH_BYTES = 8
 _FIRST_TURN_BLOCKS = 2
@@ -84,7 +84,7 @@ def _blocks(salt: bytes, texts: Iterable[bytes], first_user: int) -> PrefixBlock
     ends: list[int] = []
     size = first_turn = 0
     for index, text in enumerate(texts):
-        for start in range(0, min(len(text), (MOST_BLOCKS - len(hashes)) * BLOCK_BYTES), BLOCK_BYTES):
+        for start in range(0, min(len(text), (MAX_BLOCKS - len(hashes)) * BLOCK_BYTES), BLOCK_BYTES):
             block = text[start : start + BLOCK_BYTES]
             running.update(block)
             size += len(block)
@@ -92,7 +92,7 @@ def _blocks(salt: bytes, texts: Iterable[bytes], first_user: int) -> PrefixBlock
             ends.append(size)
         if index <= first_user:
             first_turn = len(hashes)
-        elif len(hashes) == MOST_BLOCKS:
+        elif len(hashes) == MAX_BLOCKS:
             break
     return PrefixBlocks(tuple(hashes), tuple(ends), first_turn)
 

@@ -12,21 +12,21 @@ from gateway.nodes.prefix_blocks import PrefixBlocks
 
 BLOCKS_PER_NODE = 8192
 """Blocks that are remembered of one node."""
-MOST_BLOCKS = 500_000
+MAX_BLOCKS = 500_000
 """Blocks that are remembered of all nodes together, about 300 bytes of memory each."""
 LAST_BLOCKS = 8
 """Remembered of a prompt: its last blocks, where the next turn continues, and of the earlier ones the first, second,
 fourth, eighth and so on. Another prompt with the same beginning thus finds at least half of it."""
-MOST_NODES = 8
+MAX_NODES = 8
 """Nodes that `best` returns, besides those that it is asked about."""
 
 
 class PrefixIndex:
     """The blocks of each node, in the order of their last use, and the nodes of each block."""
 
-    def __init__(self, blocks_per_node: int = BLOCKS_PER_NODE, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, blocks_per_node: int = BLOCKS_PER_NODE, max_blocks: int = MAX_BLOCKS) -> None:
         self._blocks_per_node = blocks_per_node
-        self._most_blocks = most_blocks
+        self._max_blocks = max_blocks
         self._blocks: dict[str, dict[str, None]] = {}
         self._holders: dict[str, tuple[str, ...]] = {}
         self._alone: dict[str, tuple[str, ...]] = {}
@@ -70,7 +70,7 @@ class PrefixIndex:
                 others = holders.get(hash)
                 holders[hash] = alone if others is None else others + alone
             blocks[hash] = None
-        most = min(self._blocks_per_node, max(1, self._most_blocks // len(self._blocks)))
+        most = min(self._blocks_per_node, max(1, self._max_blocks // len(self._blocks)))
         while len(blocks) > most:
             oldest = next(iter(blocks))
             del blocks[oldest]
@@ -87,7 +87,7 @@ class PrefixIndex:
     def best(self, blocks: PrefixBlocks, among: Iterable[str] = ()) -> dict[str, int]:
         """The nodes with the longest beginnings of a prompt, and the bytes of these; the longest first.
 
-        Nodes of `among` are included also where MOST_NODES others have the same beginning.
+        Nodes of `among` are included also where MAX_NODES others have the same beginning.
         """
         found: dict[str, int] = {}
         missing = {node: self._blocks[node] for node in among if node in self._blocks}
@@ -98,7 +98,7 @@ class PrefixIndex:
                 del missing[node]
                 found.setdefault(node, end)
             for node in reversed(nodes):
-                if len(found) >= MOST_NODES:
+                if len(found) >= MAX_NODES:
                     break
                 found.setdefault(node, end)
         return found

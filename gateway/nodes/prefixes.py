@@ -11,7 +11,7 @@ from gateway.apis.openai.generation_request import AnyRequest
 from gateway.nodes.prefix_blocks import PrefixBlocks, prefix_blocks, prefix_salt
 from gateway.nodes.prefix_index import PrefixIndex
 
-MOST_SENT = 32
+MAX_SENT = 32
 """Hashes that a node gets with a request: those of the last blocks of the prompt."""
 _SALTS = 4096
 
@@ -31,7 +31,7 @@ class Prefixes:
     def note(self, node: str, blocks: PrefixBlocks) -> str:
         """A request is sent to `node`; returns the value of its header H_PREFIX."""
         self.index.note(node, blocks.hashes)
-        return ",".join(blocks.hashes[-MOST_SENT:])
+        return ",".join(blocks.hashes[-MAX_SENT:])
 
     def apply(self, node: str, kind: str, data: Mapping[str, Any]) -> None:
         """Applies an event of a node; raises KeyError, TypeError or AttributeError for a malformed one."""

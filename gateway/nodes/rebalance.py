@@ -31,7 +31,7 @@ GROWTH = 0.125
 """The share of its copies that a model gets at a time, at least one."""
 KEEP_SECONDS = 20.0
 """A kept copy that is idle for longer is used, so that its node does not unload it."""
-MOST_PLANS = 4
+MAX_PLANS = 4
 """How many nodes are asked for a plan."""
 
 _LOADING = frozenset((ModelState.LOADING, ModelState.RESTORING))
@@ -102,9 +102,9 @@ def rebalance(
         if nodes:
             not_before[model] = now + REST_SECONDS
             relieved |= dict.fromkeys(sources, now + REST_SECONDS)
-        for first in range(0, min(len(nodes), MOST_PLANS * (1 if missing else usage.more)), MOST_PLANS):
+        for first in range(0, min(len(nodes), MAX_PLANS * (1 if missing else usage.more)), MAX_PLANS):
             fleet.coming[nodes[first]] += 1
-            copies.append(Copy(model, reason, tuple(nodes[first : first + MOST_PLANS]), missing is not None))
+            copies.append(Copy(model, reason, tuple(nodes[first : first + MAX_PLANS]), missing is not None))
     return Rebalancing(RebalanceState(since, not_before, relieved, refused), tuple(copies), tuple(fleet.kept()))
 
 
@@ -155,7 +155,7 @@ class _Usage(NamedTuple):
     @property
     def full(self) -> str | None:
         """Why the model needs copies for more requests; None while as many as allowed are loaded."""
-        if self.in_flight <= max(1, FULL * self.slots) or self.loading >= self._most_loading:
+        if self.in_flight <= max(1, FULL * self.slots) or self.loading >= self._max_loading:
             return None
         return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.slots} slots"
 
@@ -163,10 +163,10 @@ class _Usage(NamedTuple):
     def more(self) -> int:
         """How many copies to load now: no more than are needed for the requests."""
         needed = math.ceil(self.in_flight * len(self.nodes) / (FULL * self.slots)) - len(self.nodes)
-        return max(1, min(needed, self._most_loading - self.loading))
+        return max(1, min(needed, self._max_loading - self.loading))
 
     @property
-    def _most_loading(self) -> int:
+    def _max_loading(self) -> int:
         return max(1, int(GROWTH * len(self.nodes)))
 
 

@@ -22,7 +22,7 @@ from inference.protocol import Code
 
 MAX_MESSAGE_CHARS = 2000
 
-LEAST_SECRET_CHARS = 8
+MIN_SECRET_CHARS = 8
 
 
 _TOO_LONG = re.compile(
@@ -47,11 +47,11 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
     """`text` without the given secrets and without anything that looks like an API key.
 
-    A secret is removed where it is not part of a longer word. Secrets shorter than LEAST_SECRET_CHARS are ignored: they
+    A secret is removed where it is not part of a longer word. Secrets shorter than MIN_SECRET_CHARS are ignored: they
     are placeholders for servers without keys and may occur in ordinary text.
     """
     for secret in secrets:
-        if len(secret) >= LEAST_SECRET_CHARS:
+        if len(secret) >= MIN_SECRET_CHARS:
             text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "[key]", text)
     return _KEY_LIKE.sub("[key]", text)[:MAX_MESSAGE_CHARS]
 

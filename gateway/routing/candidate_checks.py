@@ -1,6 +1,6 @@
 """The checks of a candidate when its turn comes: whether the prompt fits its context, and whether it is worth the wait.
 
-A body is not counted when its bytes fit the context at LEAST_BYTES_PER_TOKEN, together with TEMPLATE_TOKENS and
+A body is not counted when its bytes fit the context at MIN_BYTES_PER_TOKEN, together with TEMPLATE_TOKENS and
 `max_tokens`. Ordinary text has twice as many bytes per token. A prompt with fewer bytes per token is rejected
 by the model itself, and the next candidate is tried.
 
@@ -25,7 +25,7 @@ TEMPLATE_TOKENS = 512
 """Tokens that a chat template may add: a system message of its own and the instructions for tool calls. The marks
 around a message are shorter than the JSON around it."""
 
-LEAST_BYTES_PER_TOKEN = 2
+MIN_BYTES_PER_TOKEN = 2
 """Lower bound for a body, whose JSON is longer than its texts. Only unusual text, such as rows of digits, has fewer."""
 
 BYTES_PER_TOKEN = 4
@@ -44,7 +44,7 @@ class Fit(Enum):
 
 def certainly_fits(size_bytes: int, max_tokens: int | None, context_length: int) -> bool:
     """Whether a body of `size_bytes` certainly fits the context, so that its tokens need not be counted."""
-    return size_bytes / LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS + (max_tokens or 1) <= context_length
+    return size_bytes / MIN_BYTES_PER_TOKEN + TEMPLATE_TOKENS + (max_tokens or 1) <= context_length
 
 
 def fit(prompt_tokens: int, max_tokens: int | None, context_length: int) -> Fit:

@@ -184,7 +184,7 @@ class CandidateFilter:
     async def _too_long(self, candidate: Candidate, budget: Budget) -> Dropped | None:
         """Why the context of `candidate` is too small for the prompt; None if it is not, or unknown."""
         context = self._known(candidate).context_length
-        max_tokens = None if context is None else self._request.most_tokens(context)
+        max_tokens = None if context is None else self._request.answer_limit(context)
         if context is None or not self._must_count(max_tokens, context):
             return None
         tokens = await self._count(candidate, budget)
@@ -217,7 +217,7 @@ class CandidateFilter:
         context = self._known(candidate).context_length
         if context is None:
             return None
-        max_tokens = self._request.most_tokens(context)
+        max_tokens = self._request.answer_limit(context)
         if not self._must_count(max_tokens, context):
             return None
         if not self._counts and not self.may_hold_more(candidate, later):
@@ -251,7 +251,7 @@ class CandidateFilter:
             room = self._known(other).context_length
             if room is None or room <= context or other.is_rule:
                 continue
-            max_tokens = self._request.most_tokens(room)
+            max_tokens = self._request.answer_limit(room)
             if checks.certainly_fits(self._request.size_bytes, max_tokens, room):
                 return other
             tokens = await self._count(other, budget)

@@ -19,7 +19,7 @@ SMALLER = "smaller"
 """In the chain entry `local/smaller`: the model is chosen when the turn of the candidate comes."""
 
 
-MOST_NODES = 4096
+MAX_NODES = 4096
 """Nodes for which a candidate is kept."""
 
 
@@ -49,7 +49,7 @@ class Candidate:
         """The same candidate on `node`."""
         known = self._on_nodes
         if (found := known.get(node)) is None:
-            if len(known) >= MOST_NODES:
+            if len(known) >= MAX_NODES:
                 known.clear()  # their names change where they are addresses
             found = known[node] = replace(self, node=node)
             found.__dict__["_on_nodes"] = known  # one dictionary for all: requests go from node to node

@@ -40,7 +40,7 @@ from inference.protocol import H_DEVICE
 
 T = TypeVar("T")
 
-MOST_BREAKS = 2
+MAX_BREAKS = 2
 """Nodes whose model or device may fail under one request before its candidate is given up. A connection that closes
 does not count: then the node has ended, which no request causes."""
 
@@ -309,7 +309,7 @@ class ChainRunner:
         """
         nodes.failed(candidate.node, candidate.model, verdict, why)
         self._breaks += isinstance(verdict, Failure) and verdict.broke and verdict.reached
-        is_open = is_node_specific(verdict) and self._breaks < MOST_BREAKS
+        is_open = is_node_specific(verdict) and self._breaks < MAX_BREAKS
         if is_open and self._state.budget.attempts_left > len(self._waiting):
             self._waiting.appendleft(candidate)
 

@@ -15,7 +15,7 @@ from headgate.shared.state_files import StateFileWriter, load_state_file
 
 NAME = "gateways.json"
 MAX_BYTES = 4096
-MOST_GATEWAYS = 10_000
+MAX_GATEWAYS = 10_000
 HOLD_SECONDS = 300.0
 """How long a smaller number holds before it is stored: gateways that stop together leave one after the other."""
 
@@ -34,7 +34,7 @@ class GatewayCountFile:
     async def load(self) -> int:
         """The number that was stored last; 1 without one. Logs one line if the file cannot be used."""
         consequence = "this gateway takes the whole limits and budgets until the server of `state:` answers"
-        self._stored = await asyncio.to_thread(load_state_file, self._path, _parse, consequence, most_bytes=MAX_BYTES)
+        self._stored = await asyncio.to_thread(load_state_file, self._path, _parse, consequence, max_bytes=MAX_BYTES)
         return self._stored or 1
 
     def note(self, count: int) -> None:
@@ -64,6 +64,6 @@ class GatewayCountFile:
 
 def _parse(data: Any) -> int:
     count = data["gateways"]
-    if type(count) is not int or not 1 <= count <= MOST_GATEWAYS:
-        raise ValueError(f"the number of gateways is not between 1 and {MOST_GATEWAYS}")
+    if type(count) is not int or not 1 <= count <= MAX_GATEWAYS:
+        raise ValueError(f"the number of gateways is not between 1 and {MAX_GATEWAYS}")
     return count

@@ -24,11 +24,11 @@ log = logging.getLogger("gateway.shared_state")
 
 SHARED_BYTES = 256 * 2**20
 """Size limit of the responses of all gateways."""
-MOST_BYTES = 8 * 2**20
+MAX_BYTES = 8 * 2**20
 """A larger response is only stored at its gateway."""
 BULK_SECONDS = 1.0
 """Deadline of one operation."""
-MOST_WRITES = 64
+MAX_WRITES = 64
 """Responses that are being written; others are only stored at their gateway while the store is slow."""
 
 _ERRORS = (RedisError, OSError, TimeoutError, ValueError, LookupError, TypeError)
@@ -43,7 +43,7 @@ class SharedResponses(Store):
         self._state = state
         self._client: Redis = Redis.from_url(
             url, socket_timeout=BULK_SECONDS, socket_connect_timeout=BULK_SECONDS, retry=Retry(NoBackoff(), 0),
-            max_connections=MOST_WRITES * 4,
+            max_connections=MAX_WRITES * 4,
         )  # fmt: skip
         self._put = self._client.register_script(PUT_RESPONSE)
         self._delete = self._client.register_script(DELETE_RESPONSE)
@@ -61,7 +61,7 @@ class SharedResponses(Store):
     ) -> None:  # fmt: skip
         """Stores one answer here, and in the background for the other gateways."""
         super().put(owner, id, response, items, now, ids=ids, outputs=outputs, until=until)
-        if self._state.is_up and len(self._writes) < MOST_WRITES and len(response) + len(items) <= MOST_BYTES:
+        if self._state.is_up and len(self._writes) < MAX_WRITES and len(response) + len(items) <= MAX_BYTES:
             head = dumps({"response": len(response), "outputs": outputs, "ids": ids})
             value = b"\n".join((head, response + items))
             task = asyncio.create_task(self._write(owner, id, value, ids), name="store a response")

@@ -21,7 +21,7 @@ from gateway.shared_state.store import Store, Values, shown
 log = logging.getLogger("gateway.shared_state")
 
 HEARTBEAT_SECONDS = 1.0
-FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.1, 2.0
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0
 """Time between two tries to connect; it doubles."""
 START_SECONDS = 2.0
 """How long the start of a gateway waits for the store."""
@@ -146,7 +146,7 @@ class SharedState:
             self._first_try.set()
             await self._store.close()
             await asyncio.sleep(wait * (0.5 + secrets.randbelow(1000) / 1000))
-            wait = min(wait * 2, MOST_WAIT_SECONDS)
+            wait = min(wait * 2, MAX_WAIT_SECONDS)
 
     async def _heartbeat(self) -> None:
         sent = self.clock()

@@ -29,9 +29,9 @@ GRACE_SECONDS = 0.05
 CONNECT_SECONDS = 1.0
 LISTEN_SECONDS = 60.0
 """Published messages are received on a new connection after this time without one: the old one may be dead."""
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """Commands that wait to be sent."""
-MOST_TOGETHER = 256
+MAX_TOGETHER = 256
 
 Values = Sequence[str | int | float]
 _OPTIONS: dict[str, Any] = {
@@ -144,9 +144,9 @@ class Store:
     ) -> None:
         if self._connection is None:
             raise StoreLostError("not connected")
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             self._on_error(operation)
-            raise StoreLostError(f"{MOST_WAITING} commands wait to be sent")
+            raise StoreLostError(f"{MAX_WAITING} commands wait to be sent")
         packed = self._connection.pack_command("EVALSHA", self._hashes[script], len(keys), *keys, *values)
         self._waiting.append(_Command(operation, packed, reply))
         self._wake.set()
@@ -157,7 +157,7 @@ class Store:
         try:
             while True:
                 await self._wake.wait()
-                sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_TOGETHER))]
+                sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
                 with _as_lost():
                     await self._in_time(self._exchange(connection, sent))
                 sent = []

@@ -10,9 +10,9 @@ from typing import Any
 
 MINUTES = 60
 """Minutes that are kept."""
-MOST_TIMES = 1000
+MAX_TIMES = 1000
 """Times to the first token that are kept of one minute, and of one model."""
-MOST_MODELS = 200
+MAX_MODELS = 200
 """Models whose times are kept; the one without a request for longest is dropped."""
 RECENT_SECONDS = 300.0
 """Age up to which times of a model count."""
@@ -46,7 +46,7 @@ class _Minute:
             self.errors[end.outcome] += 1
         if end.reason != "none" and end.tier != "none":
             self.fallbacks[end.reason] += 1
-        if end.ttft_seconds is not None and len(self.times) < MOST_TIMES:
+        if end.ttft_seconds is not None and len(self.times) < MAX_TIMES:
             self.times.append(end.ttft_seconds)
         self.tokens += end.tokens
 
@@ -88,8 +88,8 @@ class TrafficCounters:
         if end.model and end.ttft_seconds is not None:
             times = self._times.pop(end.model, None)
             if times is None:
-                times = deque(maxlen=MOST_TIMES)
-                if len(self._times) >= MOST_MODELS:
+                times = deque(maxlen=MAX_TIMES)
+                if len(self._times) >= MAX_MODELS:
                     del self._times[next(iter(self._times))]
             self._times[end.model] = times
             times.append((now, end.ttft_seconds))

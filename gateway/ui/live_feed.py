@@ -32,11 +32,11 @@ SLOW_TICKS = 4
 BEAT_SECONDS = 5.0
 RETRY_MILLISECONDS = 1000
 """Pause of a browser before it opens a stream again that has ended."""
-MOST_WAITING = 500
+MAX_WAITING = 500
 """Events that wait for one page."""
-MOST_PAGES = 50
-MOST_ENTRIES = 500
-MOST_LINES = 200
+MAX_PAGES = 50
+MAX_ENTRIES = 500
+MAX_LINES = 200
 _END = object()
 
 
@@ -57,7 +57,7 @@ class _Page:
 
     def put(self, frame: bytes | object) -> None:
         """Queues a frame; a full queue is dropped in favour of a new snapshot."""
-        if len(self.queue) >= MOST_WAITING:
+        if len(self.queue) >= MAX_WAITING:
             self.queue.clear()
             self.is_behind = True
         self.queue.append(frame)
@@ -84,13 +84,13 @@ class LiveFeed:
         self._load = (0, 0)
         """Running and queued requests."""
         self._lines_shown = 0
-        self.entries: deque[dict[str, Any]] = deque(maxlen=MOST_ENTRIES)
+        self.entries: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
         self.lines = LogLines()
 
     @property
     def is_full(self) -> bool:
         """Whether no further page can be served."""
-        return len(self._pages) >= MOST_PAGES
+        return len(self._pages) >= MAX_PAGES
 
     def add_entry(self, entry: dict[str, Any]) -> None:
         """Adds an entry to the timeline."""
@@ -362,7 +362,7 @@ class LogLines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: deque[dict[str, Any]] = deque(maxlen=MOST_LINES)
+        self._lines: deque[dict[str, Any]] = deque(maxlen=MAX_LINES)
         self.total = 0
         """Number of lines so far."""
 

@@ -12,9 +12,9 @@ from inference.protocol import ModelState
 
 RATE_SECONDS = 5.0
 """Period over which the tokens per second of a model are measured."""
-MOST_FINISHED = 200
+MAX_FINISHED = 200
 """Finished requests that a page gets at first."""
-MOST_NEW = 100
+MAX_NEW = 100
 """Requests that began and ended between two updates of the pages; those before them are not sent."""
 
 
@@ -164,7 +164,7 @@ class ShownRequests:
     def changed(self, records: Iterable[Record]) -> list[Record]:
         """The records that are new or have changed since the last call, oldest first.
 
-        Of those that began and ended since then the last MOST_NEW. A running request is followed to its end even when
+        Of those that began and ended since then the last MAX_NEW. A running request is followed to its end even when
         it is no longer among `records`.
         """
         before, self._marks = self._marks, {}
@@ -180,7 +180,7 @@ class ShownRequests:
                 new.append(record)
             elif shown is not record or mark != before_mark:
                 changed.append(record)
-        new = sorted(new, key=_started)[-MOST_NEW:]
+        new = sorted(new, key=_started)[-MAX_NEW:]
         return sorted(changed + new, key=_started)
 
 
@@ -200,7 +200,7 @@ def _mark(record: Record) -> Mark:
 def first_requests(records: Iterable[Record], key: str | None) -> list[dict[str, Any]]:
     """All running and the last finished requests, oldest first; only those of `key` unless it is None."""
     found = sorted((record for record in records if key in (None, record.key)), key=_started)
-    finished = [record for record in found if record.phase == "done"][-MOST_FINISHED:]
-    oldest = finished[0].started if len(finished) == MOST_FINISHED else float("-inf")
+    finished = [record for record in found if record.phase == "done"][-MAX_FINISHED:]
+    oldest = finished[0].started if len(finished) == MAX_FINISHED else float("-inf")
     kept = (record for record in found if record.phase != "done" or record.started >= oldest)
     return [request_json(record) for record in kept]

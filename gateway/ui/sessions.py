@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 IDLE_SECONDS = 12 * 3600.0
 """A session without a request for longer ends."""
-MOST_SESSIONS = 1000
+MAX_SESSIONS = 1000
 """The session without a request for longest ends when there are more."""
 
 FREE_FAILURES = 5
@@ -18,7 +18,7 @@ PAUSE_SECONDS = 1.0
 """Time between two attempts after that."""
 FORGET_SECONDS = 900.0
 """After this time without a failure an address starts again."""
-MOST_ADDRESSES = 1000
+MAX_ADDRESSES = 1000
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Sessions:
     def begin(self, token: str, csrf: str, key_digest: bytes, now: float) -> Session:
         """Adds a session for a new random `token`."""
         session = self._sessions[_hash(token)] = Session(key_digest, csrf, now)
-        while len(self._sessions) > MOST_SESSIONS:
+        while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
 
@@ -108,7 +108,7 @@ class SignInLimit:
         """An attempt failed."""
         count, failed_at = self._failures.pop(address, (0, now))
         self._failures[address] = (1 if now - failed_at > FORGET_SECONDS else count + 1, now)
-        while len(self._failures) > MOST_ADDRESSES:
+        while len(self._failures) > MAX_ADDRESSES:
             self._failures.popitem(last=False)
 
     def succeeded(self, address: str) -> None:

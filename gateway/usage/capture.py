@@ -12,9 +12,9 @@ from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, Frame
 from gateway.apis.public_api import Writer
 
-MOST_BYTES = 2**18
+MAX_BYTES = 2**18
 """Bytes that are kept of a request, and of an answer."""
-MOST_STREAM_BYTES = 16 * MOST_BYTES
+MAX_STREAM_BYTES = 16 * MAX_BYTES
 """Bytes of the chunks of a stream that are put together: the text of an answer is a small part of its chunks."""
 REDACTED = "[redacted]"
 
@@ -28,7 +28,7 @@ _BEARER = re.compile(r"\b([Bb]earer\s+)[A-Za-z0-9._~+/-]{16,}=*")
 
 
 class Captured(NamedTuple):
-    """A request and its answer as text; each is cut at MOST_BYTES."""
+    """A request and its answer as text; each is cut at MAX_BYTES."""
 
     at: float
     id: str
@@ -49,7 +49,7 @@ def redacted(text: str, patterns: Sequence[re.Pattern[str]] = ()) -> str:
 
 def kept_text(body: bytes) -> str:
     """The beginning of `body` as text."""
-    return body[:MOST_BYTES].decode("utf-8", "replace")
+    return body[:MAX_BYTES].decode("utf-8", "replace")
 
 
 class CapturingWriter:
@@ -69,7 +69,7 @@ class CapturingWriter:
     def write(self, frames: Sequence[Frame]) -> bytes:
         """See `gateway.apis.public_api.Writer`."""
         for frame in frames:
-            if isinstance(frame, Data) and self._bytes < MOST_STREAM_BYTES:
+            if isinstance(frame, Data) and self._bytes < MAX_STREAM_BYTES:
                 self._bytes += len(frame.payload)
                 with contextlib.suppress(ValueError):  # an invalid chunk is the client's to handle
                     self._answer.add(frame.parsed())

@@ -15,7 +15,7 @@ from gateway.shared_state.scripts import spent_key
 if TYPE_CHECKING:
     from gateway.shared_state.shared_state import SharedState
 
-MOST_KEYS = 500
+MAX_KEYS = 500
 """Keys in one heartbeat; more of them take turns."""
 
 
@@ -68,14 +68,14 @@ class SharedBudgets:
 
     async def _came_up(self) -> None:
         self._next = 0
-        for _ in range(0, max(1, len(list(self._keys()))), MOST_KEYS):
+        for _ in range(0, max(1, len(list(self._keys()))), MAX_KEYS):
             await self._exchange()
 
     async def _exchange(self) -> None:
         """Writes and reads; raises StoreLostError."""
         names = sorted(self._keys())
-        part = names[self._next : self._next + MOST_KEYS]
-        self._next = 0 if self._next + MOST_KEYS >= len(names) else self._next + MOST_KEYS
+        part = names[self._next : self._next + MAX_KEYS]
+        self._next = 0 if self._next + MAX_KEYS >= len(names) else self._next + MAX_KEYS
         if not part:
             return
         now = self._wall()

@@ -19,9 +19,9 @@ log = logging.getLogger("gateway.usage")
 
 WRITE_SECONDS = 1.0
 """Time between two batches; a new or revoked key takes effect within this time."""
-MOST_WAITING = 20_000
+MAX_WAITING = 20_000
 """Rows that wait for a disk that is full or slow; the oldest are lost beyond it."""
-MOST_CAPTURES = 200
+MAX_CAPTURES = 200
 """Bodies that wait."""
 CLEAN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
@@ -50,8 +50,8 @@ class UsageWriter:
         self._on_keys = on_keys
         self._now = now
         self._redact = redact
-        self._rows: deque[UsageRow] = deque(maxlen=MOST_WAITING)
-        self._captures: deque[Captured] = deque(maxlen=MOST_CAPTURES)
+        self._rows: deque[UsageRow] = deque(maxlen=MAX_WAITING)
+        self._captures: deque[Captured] = deque(maxlen=MAX_CAPTURES)
         self._lost = 0
         self._is_failing = False
         self._file: UsageFile | None = None
@@ -67,7 +67,7 @@ class UsageWriter:
 
     def put(self, row: UsageRow) -> None:
         """Queues a row; does not block."""
-        self._lost += len(self._rows) == MOST_WAITING
+        self._lost += len(self._rows) == MAX_WAITING
         self._rows.append(row)
 
     def put_bodies(self, captured: Captured) -> None:
@@ -100,13 +100,13 @@ class UsageWriter:
             self._note_keys(self._file)
             self._clean(self._file)
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            kept = batch[max(0, len(batch) + len(self._rows) - MOST_WAITING) :]
+            kept = batch[max(0, len(batch) + len(self._rows) - MAX_WAITING) :]
             self._lost += len(batch) - len(kept)
             self._rows.extendleft(reversed(kept))
             if not self._is_failing:
                 log.warning(
                     "usage cannot be stored in %s: %s; up to %d requests are kept in memory until it can",
-                    self._directory, advice(error), MOST_WAITING,
+                    self._directory, advice(error), MAX_WAITING,
                 )  # fmt: skip
             self._is_failing = True
             if isinstance(error, sqlite3.DatabaseError):

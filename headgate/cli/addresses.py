@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INFERENCE_PORT = 8085
 _INFERENCE = ("INFERENCE_HOST", "INFERENCE_PORT")
 RECORD = "up.json"
-_MOST_BYTES = 2**16
+_MAX_BYTES = 2**16
 _ADVICE = "move it away, or set HEADGATE_STATE_DIR to another directory"
 LOCK = "up.lock"
 """The lock of the one `headgate up` of a state directory. Other verbs do not touch it."""
@@ -84,7 +84,7 @@ class Record:
                 os.close(found)
         except BlockingIOError:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # just removed, or of another version
-                found = json.loads(read_regular(path, _MOST_BYTES) or b"")
+                found = json.loads(read_regular(path, _MAX_BYTES) or b"")
                 return cls(**{**found, "nodes": tuple(found["nodes"])})
         except OSError:  # missing, or not a file
             return None

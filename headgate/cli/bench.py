@@ -146,15 +146,15 @@ class Load:
                 return
 
 
-MOST_STREAMS = 256
-MOST_SECONDS = 3600.0
+MAX_STREAMS = 256
+MAX_SECONDS = 3600.0
 GLANCE_SECONDS = 0.5
 
 
 def _streams(text: str) -> int:
     count = at_least_one(text)
-    if count > MOST_STREAMS:
-        raise argparse.ArgumentTypeError(f"{text} is too many; use at most {MOST_STREAMS} streams")
+    if count > MAX_STREAMS:
+        raise argparse.ArgumentTypeError(f"{text} is too many; use at most {MAX_STREAMS} streams")
     return count
 
 
@@ -163,7 +163,7 @@ def _duration(text: str) -> float:
         seconds = parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if not 0 < seconds <= MOST_SECONDS:
+    if not 0 < seconds <= MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"{text} is out of range; use more than 0 and at most 1h")
     return seconds
 

@@ -17,8 +17,8 @@ from headgate.shared.units import MIB, format_duration, parse_duration
 
 GC_SECONDS = 120.0
 """Models end and heaps are trimmed."""
-MOST_EVICTIONS = 1000
-MOST_TYPES = 100
+MAX_EVICTIONS = 1000
+MAX_TYPES = 100
 PRIORITIES = ("high", "normal", "low")
 
 
@@ -33,7 +33,7 @@ def _clock(timestamp: float) -> str:
 
 def _limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--limit", metavar="N", type=_some(MOST_EVICTIONS), default=20, help="the newest N (20, at most 1000)"
+        "--limit", metavar="N", type=_some(MAX_EVICTIONS), default=20, help="the newest N (20, at most 1000)"
     )
 
 
@@ -159,7 +159,7 @@ def _dump_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("ids", metavar="ID", nargs="*", help="the earlier and the later dump, such as dump-1 dump-2")
     parser.add_argument(
-        "--objects", metavar="N", type=_some(MOST_TYPES), help="also list the N types of objects that use most memory"
+        "--objects", metavar="N", type=_some(MAX_TYPES), help="also list the N types of objects that use most memory"
     )
 
 

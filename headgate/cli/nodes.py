@@ -24,7 +24,7 @@ ONLY = ""
 """The name of the service where `inference.nodes` is empty."""
 STATE_SECONDS = 3.0
 """How long a node may take to report its state, where others are shown without it."""
-MOST_AT_ONCE = 32
+MAX_AT_ONCE = 32
 """Nodes that are asked at the same time."""
 
 Row = tuple[str, list[str]]
@@ -168,7 +168,7 @@ def _at_once(apis: Mapping[str, Api], call: Callable[[Api], Any], seconds: float
             except Exception as error:
                 results.put((name, error))
 
-    for _ in range(min(MOST_AT_ONCE, len(apis))):
+    for _ in range(min(MAX_AT_ONCE, len(apis))):
         threading.Thread(target=work, daemon=True).start()
     late = ApiError(f"no complete answer within {seconds:g} s", status=504, retry_after=1.0)
     found: dict[str, Any] = {}

@@ -26,10 +26,10 @@ class NoClusterError(NotRunningError):
     """No Ray cluster answers at the address, or no services of Headgate are on it."""
 
 
-_MOST_REASON_CHARS = 200
+_MAX_REASON_CHARS = 200
 
 
 def reason(error: BaseException) -> str:
     """An error of Ray in one line: its first line, and the last one, which is the cause after a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return ": ".join(dict.fromkeys(line[:_MOST_REASON_CHARS] for line in (lines[0], lines[-1])))
+    return ": ".join(dict.fromkeys(line[:_MAX_REASON_CHARS] for line in (lines[0], lines[-1])))

@@ -29,7 +29,7 @@ HEALTH_SECONDS = 3.0
 RETRY_SECONDS = 30.0
 """Delay after a start that failed with a usage error: configuration files can be corrected in the meantime."""
 DRAIN_MARGIN_SECONDS = 10.0
-_MOST_DETAIL_CHARS = 400
+_MAX_DETAIL_CHARS = 400
 
 
 class NodeService:
@@ -117,7 +117,7 @@ class NodeService:
                     restarts=max(child.starts - 1, 0),
                     pid=None if process is None else process.pid,
                     last_exit="" if child.last_status is None else describe(child.last_status),
-                    detail="" if child.last_status is None else self._last_line[-_MOST_DETAIL_CHARS:],
+                    detail="" if child.last_status is None else self._last_line[-_MAX_DETAIL_CHARS:],
                 )
             if child.has_usage_error:
                 await asyncio.sleep(self._retry_seconds)

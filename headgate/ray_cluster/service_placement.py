@@ -9,7 +9,7 @@ from dataclasses import dataclass
 LABEL = "headgate"
 """A node with the label `headgate=off` (`ray start --labels`) gets no inference service."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_MOST_NAME_CHARS = 48
+_MAX_NAME_CHARS = 48
 _ID_CHARS = 8
 
 
@@ -56,5 +56,5 @@ def changes(alive: Iterable[RayNode], known: Mapping[str, str]) -> Changes:
 def base_name(node: RayNode) -> str:
     """The name that was given to the node, else its host name, else its address, as a name of a node for gateways."""
     given = node.name if node.name != node.address else ""
-    name = _NOT_IN_NAMES.sub("-", given or node.hostname or node.address)[:_MOST_NAME_CHARS]
+    name = _NOT_IN_NAMES.sub("-", given or node.hostname or node.address)[:_MAX_NAME_CHARS]
     return name if name.strip("-") else node.id

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 PARENT_ENV = "HEADGATE_PARENT"
 """Process id of the parent, set by a parent whose children must not outlive it."""
 
-LEAST_CORE_BYTES = 1
+MIN_CORE_BYTES = 1
 """The core size limit. With 1, Linux writes no core and starts no collector (`core_pattern` with a pipe); with 0 it
 starts the collector. See core(5) and the kernel's do_coredump.
 """
@@ -70,7 +70,7 @@ def disable_core_dumps() -> None:
     _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     if hard != 0:
         with contextlib.suppress(ValueError, OSError):  # a system without this limit
-            resource.setrlimit(resource.RLIMIT_CORE, (LEAST_CORE_BYTES, hard))
+            resource.setrlimit(resource.RLIMIT_CORE, (MIN_CORE_BYTES, hard))
 
 
 def exit_text(status: int) -> str:

@@ -39,13 +39,13 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int |
 """A pydantic field type: bytes, written as `512MiB`, `2GiB` or a number."""
 
 
-MOST_BYTES = 4 * 10**6
+MAX_BYTES = 4 * 10**6
 """Size limit of a file."""
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Limit of keys and values, with aliases expanded. A thousand models need a tenth of it."""
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Limit of nesting; the configuration needs six levels. Python's recursion limit would end in a traceback."""
 
 
@@ -78,8 +78,8 @@ class _Loader(yaml.SafeLoader):
         """The next node with its children. Refuses too deep and too large documents."""
         self._depth += 1
         self._count += 1
-        if self._depth > MOST_DEPTH or self._count > MOST_VALUES:
-            raise _refused(_too_deep() if self._depth > MOST_DEPTH else _too_many(), self.get_mark())
+        if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
+            raise _refused(_too_deep() if self._depth > MAX_DEPTH else _too_many(), self.get_mark())
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -97,11 +97,11 @@ def _refused(what: str, mark: Any) -> yaml.constructor.ConstructorError:
 
 
 def _too_deep() -> str:
-    return f"nested too deeply: more than {MOST_DEPTH} levels"
+    return f"nested too deeply: more than {MAX_DEPTH} levels"
 
 
 def _too_many() -> str:
-    return f"more than {MOST_VALUES} keys and values, with aliases expanded"
+    return f"more than {MAX_VALUES} keys and values, with aliases expanded"
 
 
 def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
@@ -118,8 +118,8 @@ def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) ->
         inner = node.value
     sizes = [_measure(child, known) for child in inner]
     count, depth = 1 + sum(size[0] for size in sizes), 1 + max((size[1] for size in sizes), default=0)
-    if depth > MOST_DEPTH or count > MOST_VALUES:
-        raise _refused(_too_deep() if depth > MOST_DEPTH else _too_many(), node.start_mark)
+    if depth > MAX_DEPTH or count > MAX_VALUES:
+        raise _refused(_too_deep() if depth > MAX_DEPTH else _too_many(), node.start_mark)
     known[node] = (count, depth)
     return count, depth
 
@@ -182,14 +182,14 @@ def read_yaml(
 
 
 def _read(path: Path) -> str:
-    """The text of `path`. Raises ConfigError when it is missing, unreadable or larger than MOST_BYTES."""
+    """The text of `path`. Raises ConfigError when it is missing, unreadable or larger than MAX_BYTES."""
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # opening it can block forever
             raise ConfigError([Problem("this is a pipe; use a file", file=path)])
         with path.open("rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise ConfigError([Problem(f"larger than the limit of {MOST_BYTES // 10**6} MB", file=path)])
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError([Problem(f"larger than the limit of {MAX_BYTES // 10**6} MB", file=path)])
         return raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem(f"no such file; start from {packaged_defaults() / path.name}", file=path)]) from None

@@ -144,14 +144,14 @@ class Answer:
         """Continues reading after `pause`."""
         self._connection.set_reading(True)
 
-    async def whole(self, most_bytes: int | None = None) -> bytes:
-        """The body, or a prefix of at least `most_bytes`. Replaces `listen`. Raises BrokenError."""
+    async def whole(self, max_bytes: int | None = None) -> bytes:
+        """The body, or a prefix of at least `max_bytes`. Replaces `listen`. Raises BrokenError."""
         done = asyncio.get_running_loop().create_future()
         pieces: list[bytes] = []
 
         def on_piece(piece: bytes) -> None:
             pieces.append(piece)
-            if most_bytes is not None and not done.done() and sum(map(len, pieces)) >= most_bytes:
+            if max_bytes is not None and not done.done() and sum(map(len, pieces)) >= max_bytes:
                 done.set_result(None)
 
         def on_end(error: BrokenError | None) -> None:

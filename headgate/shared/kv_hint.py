@@ -7,7 +7,7 @@ from typing import Literal
 
 from headgate.shared.units import format_duration, parse_duration
 
-MOST_PIN_SECONDS = 3600.0
+MAX_PIN_SECONDS = 3600.0
 """A request cannot keep memory for longer; an operator can."""
 
 
@@ -33,8 +33,8 @@ def parse_kv_hint(text: str) -> KvHint:
         seconds = parse_duration(duration)
     except ValueError:
         raise ValueError(f"needs a duration after `pin:`, for example pin:60s; it is {text[:40]!r}") from None
-    if not 0 < seconds <= MOST_PIN_SECONDS:
+    if not 0 < seconds <= MAX_PIN_SECONDS:
         raise ValueError(
-            f"must pin for more than 0 s and at most {format_duration(MOST_PIN_SECONDS)}; it is {text[:40]!r}"
+            f"must pin for more than 0 s and at most {format_duration(MAX_PIN_SECONDS)}; it is {text[:40]!r}"
         )
     return KvHint("pin", seconds)

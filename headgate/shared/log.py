@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 STDERR = 2
-MOST_BUFFERED_BYTES = 2**20
+MAX_BUFFERED_BYTES = 2**20
 """Lines that wait for a slow reader: about ten thousand."""
-MOST_LINE_CHARS = 500
+MAX_LINE_CHARS = 500
 """Length of a line in the dashboard."""
 FLUSH_SECONDS = 1.0
 """How long a process waits at its end for the last lines to be written."""
@@ -56,7 +56,7 @@ def on_one_line(text: str) -> str:
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
     """A line for the dashboard: its time in Unix seconds, level, logger, and the beginning of its text."""
-    text = on_one_line(record.getMessage())[:MOST_LINE_CHARS]
+    text = on_one_line(record.getMessage())[:MAX_LINE_CHARS]
     return {"at": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "text": text}
 
 
@@ -68,7 +68,7 @@ def dropped_lines(count: int) -> str:
 class LineWriter:
     """Writes lines to a file descriptor from a thread of its own; `put` does not block.
 
-    A stopped terminal (Ctrl-S), a pager or a hanging log driver does not block the callers. Up to `most_bytes` wait
+    A stopped terminal (Ctrl-S), a pager or a hanging log driver does not block the callers. Up to `max_bytes` wait
     for the reader; an empty buffer takes a line of any length. Lines beyond that are dropped and counted, and
     `describe_dropped` makes the line that stands in their place.
     """
@@ -77,11 +77,11 @@ class LineWriter:
         self,
         descriptor: int = STDERR,
         describe_dropped: Callable[[int], str] = dropped_lines,
-        most_bytes: int = MOST_BUFFERED_BYTES,
+        max_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self._descriptor = descriptor
         self._describe_dropped = describe_dropped
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._dropped = 0
@@ -92,7 +92,7 @@ class LineWriter:
         """Queues `line` without its line feed."""
         raw = (line + "\n").encode("utf-8", "backslashreplace")
         with self._changed:
-            if self._bytes and self._bytes + len(raw) > self._most_bytes:
+            if self._bytes and self._bytes + len(raw) > self._max_bytes:
                 self._dropped += 1
                 return
             self._append_dropped()

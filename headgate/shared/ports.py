@@ -14,7 +14,7 @@ from headgate.shared.errors import HeadgateError, PortInUseError
 
 BACKLOG = 2048
 _LISTEN = "0A"
-_MOST_COMMAND_CHARS = 80
+_MAX_COMMAND_CHARS = 80
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -70,7 +70,7 @@ def owner(port: int) -> str:
     if pid is None:
         return "a process that this user cannot see"
     text = command(pid)
-    return f"pid {pid} ({text if len(text) <= _MOST_COMMAND_CHARS else text[: _MOST_COMMAND_CHARS - 3] + '...'})"
+    return f"pid {pid} ({text if len(text) <= _MAX_COMMAND_CHARS else text[: _MAX_COMMAND_CHARS - 3] + '...'})"
 
 
 def owner_pid(port: int) -> int | None:

@@ -24,7 +24,7 @@ SECRET_NAMES = frozenset({"api_key", "admin_key", "token", "hash"})
 
 INVALID_KEY = "a key must be printable ASCII without spaces at its ends, because clients send it in a header"
 
-_MOST_SECRET_BYTES = 2**16
+_MAX_SECRET_BYTES = 2**16
 _ATTEMPTS = 10
 """Attempts to read or create a secret while another process writes or empties the file."""
 
@@ -92,7 +92,7 @@ class StateDir:
         path = self.file(name)
         advice = "move it away; the next start creates a new one"
         try:
-            data = read_regular(path, _MOST_SECRET_BYTES)
+            data = read_regular(path, _MAX_SECRET_BYTES)
             if data is None:
                 return None
             if path.stat().st_mode & 0o077:

@@ -14,23 +14,21 @@ from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The size limit of a file. The largest one, with 2,000 estimates, has about a tenth of it."""
 DAMAGED_SUFFIX = ".damaged"
 """Added to the name of a damaged file. Only the latest copy is kept."""
 T = TypeVar("T")
 
 
-def load_state_file(
-    path: Path, parse: Callable[[Any], T], consequence: str, *, most_bytes: int = MOST_BYTES
-) -> T | None:
+def load_state_file(path: Path, parse: Callable[[Any], T], consequence: str, *, max_bytes: int = MAX_BYTES) -> T | None:
     """`parse` of the JSON in `path`, or None when the file is missing or cannot be used.
 
     `parse` raises ValueError, KeyError, TypeError, AttributeError, IndexError or OverflowError for damaged content.
     `consequence` is the part of the log line that says what is lost, such as `estimates are measured again`.
     """
     try:
-        data = read_regular(path, most_bytes)
+        data = read_regular(path, max_bytes)
     except NotRegularError as error:
         log.warning("%s is %s and is ignored: %s. Move it away", path, error, consequence)
         return None
@@ -40,8 +38,8 @@ def load_state_file(
     if data is None:
         return None
     try:
-        if len(data) > most_bytes:
-            raise ValueError(f"larger than {most_bytes} bytes")
+        if len(data) > max_bytes:
+            raise ValueError(f"larger than {max_bytes} bytes")
         return parse(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         log.warning("%s is damaged (%s): %s; %s", path, _describe(error), consequence, _set_aside(path))
@@ -86,8 +84,8 @@ def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
     return handle
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes | None:
-    """The content of `path`, at most its first `most_bytes` + 1 bytes; None when there is no such file.
+def read_regular(path: Path, max_bytes: int) -> bytes | None:
+    """The content of `path`, at most its first `max_bytes` + 1 bytes; None when there is no such file.
 
     Does not block: a pipe is not read. Raises NotRegularError and other OSErrors.
     """
@@ -96,7 +94,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     with os.fdopen(handle, "rb") as file:
-        return file.read(most_bytes + 1)
+        return file.read(max_bytes + 1)
 
 
 def write_temporary(path: Path, data: bytes) -> Path:

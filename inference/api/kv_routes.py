@@ -16,7 +16,7 @@ from inference.errors import InferenceError, InvalidRequestError, ModelFailed
 
 WORKER_SECONDS = 15.0
 """Time limit for a worker, which itself waits 10 s for its engine."""
-MOST_PIN_SECONDS = 30 * 86400.0
+MAX_PIN_SECONDS = 30 * 86400.0
 
 _Model = Annotated[str | None, Field(min_length=1)]
 _Tenant = Annotated[str | None, Field(max_length=200)]
@@ -36,7 +36,7 @@ class PinRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    seconds: float = Field(ge=0, le=MOST_PIN_SECONDS)
+    seconds: float = Field(ge=0, le=MAX_PIN_SECONDS)
     ids: list[Annotated[str, Field(min_length=1, max_length=100)]] = Field(default=[], max_length=1000)
     tenant: _Tenant = None
     model: _Model = None

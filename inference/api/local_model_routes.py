@@ -18,7 +18,7 @@ from inference.errors import InvalidRequestError
 from inference.protocol import H_FENCE, Priority
 from inference.workers.crash_records import CrashStore
 
-MOST_FENCE = 2**53
+MAX_FENCE = 2**53
 """Larger numbers are not exact in Lua and JavaScript. The fences of gateways are microseconds of Unix time."""
 
 
@@ -66,7 +66,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
         model_id: str,
         seconds: float | None = Query(None, ge=0, le=86400),
         evict: bool = True,
-        fence: Annotated[int | None, Header(alias=H_FENCE, ge=1, le=MOST_FENCE)] = None,
+        fence: Annotated[int | None, Header(alias=H_FENCE, ge=1, le=MAX_FENCE)] = None,
     ) -> dict[str, Any]:
         if fence is not None:
             load_fence.check(fence)

@@ -16,13 +16,13 @@ from inference.api.local_model_routes import load_replicas
 from inference.authority.events import CaseCleared, Collect, Defragment, Evict, Plan, Recover, Refresh
 from inference.authority.handlers.operating.commands import Planned
 from inference.authority.handlers.queries import device_view, pressure_view
-from inference.authority.handlers.running.endings import MOST_RECORDS
+from inference.authority.handlers.running.endings import MAX_RECORDS
 from inference.authority.handlers.running.request_events import cases
 from inference.authority.lifecycle import Action
 from inference.authority.shell import Authority
 from inference.authority.views import figures, kv_figures, model_status
 from inference.authority.views.dumps import Dumps
-from inference.environment_settings import MOST_CONTEXT, Experts, FitPolicy, SplitMode
+from inference.environment_settings import MAX_CONTEXT, Experts, FitPolicy, SplitMode
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import Code, Priority
 
@@ -50,7 +50,7 @@ class PlanRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1)
-    context_length: int | None = Field(None, ge=16, le=MOST_CONTEXT)
+    context_length: int | None = Field(None, ge=16, le=MAX_CONTEXT)
     parallel: int | None = Field(None, ge=1, le=256)
     kv_cells: int | None = Field(None, ge=16, le=2**31 - 1)
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
@@ -59,7 +59,7 @@ class PlanRequest(BaseModel):
     split_mode: SplitMode | None = None
     ubatch: int | None = Field(None, ge=1, le=2**20)
     fit: FitPolicy | None = None
-    min_context: int | None = Field(None, ge=16, le=MOST_CONTEXT)
+    min_context: int | None = Field(None, ge=16, le=MAX_CONTEXT)
 
 
 class PreloadRequest(BaseModel):
@@ -127,7 +127,7 @@ def router(authority: Authority, dumps: Dumps) -> APIRouter:
         return {"models": [figures.model(state, model, authority.now) for model in state.models.values()]}
 
     @routes.get("/memory/evictions")
-    async def evictions(limit: Annotated[int, Query(ge=1, le=MOST_RECORDS)] = MOST_RECORDS) -> dict[str, Any]:
+    async def evictions(limit: Annotated[int, Query(ge=1, le=MAX_RECORDS)] = MAX_RECORDS) -> dict[str, Any]:
         records = authority.state.evictions[-limit:]
         return {"total": authority.state.departures.total(), "evictions": [record.to_json() for record in records]}
 

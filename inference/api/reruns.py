@@ -13,7 +13,7 @@ from inference.authority.quarantine import Crash, Suspicion
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, PoisonRequest
 
-MOST_RUNS = 3
+MAX_RUNS = 3
 """Runs of one request: with others, and twice alone, because one abort without a message confirms nothing."""
 BIG_BODY_BYTES = 2**18
 IRRELEVANT = frozenset(
@@ -88,7 +88,7 @@ class Rerun:
             raise self._refusal(model, key)
         self.alone = True
         is_vain = crash.alone and not crash.is_evidence
-        return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MOST_RUNS
+        return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MAX_RUNS
 
     def answered(self, model: str) -> None:
         """Records that the worker answered and is alive."""

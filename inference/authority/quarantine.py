@@ -19,9 +19,9 @@ SUSPICIOUS = frozenset({ExitCause.ASSERT, ExitCause.OOM_COMPUTE})
 """Exit causes that a request may be responsible for. A kill comes from outside, a lost device from the device."""
 SUSPECT_SECONDS = 900.0
 CONFIRMED_SECONDS = 3600.0
-MOST_CASES = 256
+MAX_CASES = 256
 """Limit per model; the oldest cases are removed."""
-MOST_IN_A_ROW = 3
+MAX_IN_A_ROW = 3
 """After this many confirmed requests without a completed one the model is assumed to be at fault."""
 
 
@@ -121,7 +121,7 @@ class Quarantine:
         suspicion = TABLE[before, crash.event]
         quarantine = self
         if suspicion is _S.CONFIRMED and before is not _S.CONFIRMED:
-            if self.doubted or len(self.in_a_row) >= MOST_IN_A_ROW:
+            if self.doubted or len(self.in_a_row) >= MAX_IN_A_ROW:
                 quarantine, suspicion = self._doubt(), before
             else:
                 quarantine = replace(self, in_a_row=(*self.in_a_row, key))
@@ -134,7 +134,7 @@ class Quarantine:
             crash.message,
         )
         others = {name: kept for name, kept in quarantine.cases.items() if name != key and now < kept.until}
-        surplus = max(0, len(others) + 1 - MOST_CASES)
+        surplus = max(0, len(others) + 1 - MAX_CASES)
         kept = dict([*others.items()][surplus:])
         return replace(quarantine, cases=kept | {key: case})
 

@@ -18,7 +18,7 @@ HOST = "cpu"
 """The account of warm models."""
 SLOWEST_COPY_BYTES_PER_SECOND = 20e6
 """The slowest disk that is worth waiting for, in bytes per second."""
-LEAST_SECONDS = 15.0
+MIN_SECONDS = 15.0
 
 
 class Mechanism(StrEnum):

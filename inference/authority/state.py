@@ -27,7 +27,7 @@ from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.relief import DevicePressure
 from inference.authority.quarantine import Quarantine
-from inference.authority.retention import LEAST_SECONDS as LEAST_SAVE_SECONDS
+from inference.authority.retention import MIN_SECONDS as MIN_SAVE_SECONDS
 from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
 from inference.authority.wait_queue import Pace, Waiter, WaitQueue
 from inference.devices.device import Reading
@@ -79,7 +79,7 @@ class Sample:
 class Timing:
     """Bounds of single steps, in seconds. Saving and copying get more in proportion to their bytes."""
 
-    save_seconds: float = LEAST_SAVE_SECONDS
+    save_seconds: float = MIN_SAVE_SECONDS
     """to save sequences, or to take a file into host memory"""
     suspend_seconds: float = 15.0
     """to suspend or resume a process by the driver"""

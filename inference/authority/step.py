@@ -34,7 +34,7 @@ from inference.authority.pending_commands import PlanCommand
 from inference.authority.state import Purpose, State, TimerKind
 from inference.protocol import ModelState
 
-MOST_ROUNDS = 50
+MAX_ROUNDS = 50
 """The most rounds of handlers in one step. The next step, which follows at once, does the remaining work."""
 
 
@@ -74,7 +74,7 @@ def _changes_kv(before: State, draft: Draft) -> bool:
 
 def _settle(draft: Draft) -> None:
     """Runs all handlers until nothing changes."""
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         _follow(draft)
         if not draft.state.unplanned:
             return
@@ -94,7 +94,7 @@ def _settle(draft: Draft) -> None:
         moving.advance_returns(draft)
         if draft.state.pressure.check_requested:
             governor.check(draft, regular=False)
-    draft.warning("the handlers still had work after %d rounds; continuing in the next step", MOST_ROUNDS)
+    draft.warning("the handlers still had work after %d rounds; continuing in the next step", MAX_ROUNDS)
     draft.set(unplanned=False)
     draft.wake_in(0.05)
 

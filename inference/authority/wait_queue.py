@@ -14,7 +14,7 @@ from inference.protocol import Priority
 
 ORDER: tuple[Priority, ...] = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 _NEWEST_SHARE = 0.2
-_LEAST_PROGRESS = 0.05
+_MIN_PROGRESS = 0.05
 """Share of a load below which its progress does not predict its duration."""
 
 
@@ -100,7 +100,7 @@ def load_seconds_left(progress: float, took_seconds: float, last_seconds: float)
 
     If a load without progress is overdue by some seconds, the result is this number of seconds.
     """
-    if progress > _LEAST_PROGRESS:
+    if progress > _MIN_PROGRESS:
         return took_seconds * (1 - progress) / progress
     return abs(last_seconds - took_seconds)
 

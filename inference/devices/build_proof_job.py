@@ -27,7 +27,7 @@ LONG, WIDE = 512, 64
 ROWS = (1, 33)
 """A single token, and a batch with an odd number of rows, which includes the remainder code of kernels."""
 BLOCK = 32
-MOST_ERROR = 0.03
+MAX_ERROR = 0.03
 """Highest relative error (Frobenius norm) of a product or of logits. Quantizing the right side to 8 bits causes 0.006,
 wrong kernels about 1.
 """
@@ -148,7 +148,7 @@ def _product(
 
 
 def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
-    """Raises ProofError when `found` differs from `expected` by more than MOST_ERROR."""
+    """Raises ProofError when `found` differs from `expected` by more than MAX_ERROR."""
     import numpy as np
 
     if not np.isfinite(found).all():
@@ -156,7 +156,7 @@ def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
     if not found.any():
         raise ProofError(f"{what}: all {found.size} numbers are zero")
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    if not error <= MOST_ERROR:
+    if not error <= MAX_ERROR:
         raise ProofError(f"{what}: the numbers are off by {error:.0%}")
 
 

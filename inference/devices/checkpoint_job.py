@@ -27,7 +27,7 @@ LOCK_SECONDS = 10.0
 COUNT_BYTES = 32 * 2**20
 """Data of the process that is suspended by the test."""
 LIBRARY = "libcuda.so.1"
-LEAST_VERSION = 12080
+MIN_VERSION = 12080
 """The API version of driver 570, the first one with these functions: 1000 x major + 10 x minor."""
 FUNCTIONS = (
     "cuCheckpointProcessLock",
@@ -157,8 +157,8 @@ class Driver:
             raise DriverError(f"the driver is older than 570: it has no {missing[0]}")
         version = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
-        if version.value < LEAST_VERSION:
-            raise DriverError(f"the driver is older than 570: its API is {version.value}, not {LEAST_VERSION}")
+        if version.value < MIN_VERSION:
+            raise DriverError(f"the driver is older than 570: its API is {version.value}, not {MIN_VERSION}")
 
     def call(self, name: str, *arguments: Any, seconds: float | None = None, context: Any = None) -> float:
         """Calls a function, within `context` if given, and returns its duration in seconds. A call that times out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_SECONDS = 8.0
+MAX_SECONDS = 8.0
 EXHAUSTED_AFTER = 5
 """After this number of consecutive new processes that the driver refused, further ones are not expected to help. With
 the delays this takes at least 15 s, longer than the replacement of a driver.
@@ -25,7 +25,7 @@ class Reopening:
     def failed(self, now: float, *, is_refused: bool = False) -> Reopening:
         """Adds a failure. `is_refused`: the driver refused a new process."""
         doublings = min(self.failures - 1, 16)  # prevents an overflow after days of failures
-        pause = min(MOST_SECONDS, 2.0**doublings) if self.failures else 0.0
+        pause = min(MAX_SECONDS, 2.0**doublings) if self.failures else 0.0
         return Reopening(self.failures + 1, self.refused + 1 if is_refused else 0, now + pause)
 
     def is_due(self, now: float) -> bool:

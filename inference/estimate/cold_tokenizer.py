@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from inference.settings import ModelSpec
 
 PATHS = frozenset({"/tokenize", "/detokenize"})
-MOST_AT_ONCE = 2
+MAX_AT_ONCE = 2
 
 
 class Vocabulary:
-    """Runs at most MOST_AT_ONCE helpers, one per request. Opening a file takes some tens of milliseconds."""
+    """Runs at most MAX_AT_ONCE helpers, one per request. Opening a file takes some tens of milliseconds."""
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def ask(self, spec: ModelSpec, path: str, body: bytes, *, seconds: float) -> tuple[int, bytes]:
         """Status and body of the response. Raises DeadlineExceeded after `seconds`, ModelFailed for an invalid file."""

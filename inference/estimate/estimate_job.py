@@ -33,8 +33,8 @@ COPIED_BYTES = 128 * 2**20
 ROUNDS = 3
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
-_MOST_NODES = 256
-MOST_CELLS = 2**24
+_MAX_NODES = 256
+MAX_CELLS = 2**24
 """llama.cpp allocates 52 bytes of host memory per cell (measured), also with `no_alloc`: here 832 MiB."""
 
 
@@ -77,8 +77,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     draft_bytes = _formula_bytes(read[1], parameters, accelerators) if draft else {}
     projector: dict[str, int] = {}
     is_exact = job.get("exact", True)
-    if is_exact and (cells := parameters.cells) > MOST_CELLS:
-        is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MOST_CELLS}"
+    if is_exact and (cells := parameters.cells) > MAX_CELLS:
+        is_exact, note = False, f"a cache of {cells} cells is estimated from the header; the limit is {MAX_CELLS}"
     if is_exact:
         try:
             exact, output_bytes, checkpoint_bytes, capabilities, split_problem, measured_draft = _exact(
@@ -167,7 +167,7 @@ def _exact(
     model per device.
     """
     from inference.worker import llama, loading
-    from inference.worker.kv.checkpoints import most_checkpoints
+    from inference.worker.kv.checkpoints import max_checkpoints
     from inference.worker.llama import draft_loading, ggml_library, split_modes
     from inference.worker.llama.llama_process import LogTail
     from inference.worker.worker_errors import LoadError
@@ -251,7 +251,7 @@ def _exact(
             here[index] += count
     sharing = parameters.parallel if context.cells else 1
     at_once = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
-    checkpoint_bytes = parameters.parallel * at_once * most_checkpoints(at_once, parameters.kv_checkpoints)
+    checkpoint_bytes = parameters.parallel * at_once * max_checkpoints(at_once, parameters.kv_checkpoints)
     parts = {device: Parts(*counts) for device, counts in sums.items()}
     output_bytes = context.output_bytes
     draft_bytes: dict[str, int] = {}
@@ -325,7 +325,7 @@ def _mtmd_bytes(path: Path, *, on_gpu: bool) -> int:
     params = mtmd.mtmd_context_params_default()
     params.use_gpu = on_gpu
     tree = function(str(path).encode(), params)
-    if tree.count > _MOST_NODES:
+    if tree.count > _MAX_NODES:
         return 0
     return sum(size for _device, size, *_rest in _walk(tree.root, *((0, 1) if apple else (2, 3)), values=2))
 
@@ -342,7 +342,7 @@ def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
     function.restype = _AppleMap if apple else _Map
     function.argtypes = [ctypes.c_void_p]
     tree = function(context)
-    if tree.count > _MOST_NODES:
+    if tree.count > _MAX_NODES:
         raise _NoBreakdownError(f"its memory breakdown claims {tree.count} entries")
     from inference.worker.llama import ggml_library
 

@@ -48,8 +48,8 @@ _KEPT = (
     "split_problem",
 )
 """The cached fields of a helper's answer."""
-_MOST_ENTRIES = 2000
-_MOST_TRIES = 3
+_MAX_ENTRIES = 2000
+_MAX_TRIES = 3
 """Attempts to measure a model whose files change during the measurement."""
 
 
@@ -100,7 +100,7 @@ class Estimator:
         Raises ModelFailed with the file and its problem. Cancelling a call does not stop the shared measurement.
         """
         subject = _Subject(spec, devices, tuple(counts))
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             files = spec.files
             if missing := next((path for path, seen in files if seen == NO_FILE), None):
                 raise ModelFailed(f"the model {spec.id!r} has no file {missing} ({_why_missing(missing)})")
@@ -186,7 +186,7 @@ class Estimator:
 
     def _remember(self, key: str, entry: dict[str, Any]) -> None:
         self._cache[key] = entry
-        while len(self._cache) > _MOST_ENTRIES:
+        while len(self._cache) > _MAX_ENTRIES:
             self._cache.pop(next(iter(self._cache)))
         self._files.write(self._path, {"version": _VERSION, "entries": self._cache})
 

@@ -18,14 +18,14 @@ from inference.file_stamp import parts_of
 from inference.worker_link import EXPERT_TENSOR
 
 MAGIC = b"GGUF"
-MOST_ENTRIES = 1_000_000
+MAX_ENTRIES = 1_000_000
 MAX_DIMENSIONS = 8
-MOST_STRING_BYTES = 64 * 2**20
+MAX_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _EXPERTS = re.compile(EXPERT_TENSOR)
 _MOST = 2**32 - 1
 """llama.cpp stores the dimensions of models in 32 bits."""
-_MOST_OF_A_TOKEN = 2**32
+_MAX_OF_A_TOKEN = 2**32
 """Limit of keys and values of one token over all layers; large models have some hundred thousand."""
 _LONGEST_NAME = 256
 _SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -164,9 +164,9 @@ def _facts(
         (layer_bytes.get(layer, 0), (keys + values) * heads_of.get(layer, 0), expert_bytes.get(layer, 0))
         for layer in range(layers)
     )
-    if (of_a_token := sum(count for _weights, count, _experts in by_layer)) > _MOST_OF_A_TOKEN:
+    if (of_a_token := sum(count for _weights, count, _experts in by_layer)) > _MAX_OF_A_TOKEN:
         raise BadGgufError(
-            f"it has {of_a_token} keys and values per token of its context; the maximum is {_MOST_OF_A_TOKEN}"
+            f"it has {of_a_token} keys and values per token of its context; the maximum is {_MAX_OF_A_TOKEN}"
         )
     return Facts(
         architecture=architecture,
@@ -195,9 +195,9 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     version, tensor_count, entry_count = _numbers(file, "<IQQ")
     if version not in (2, 3):
         raise BadGgufError(f"its GGUF version is {version}; supported versions are 2 and 3")
-    if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
+    if tensor_count > MAX_ENTRIES or entry_count > MAX_ENTRIES:
         raise BadGgufError(
-            f"it has {tensor_count} tensors and {entry_count} metadata entries; the maximum is {MOST_ENTRIES} of each"
+            f"it has {tensor_count} tensors and {entry_count} metadata entries; the maximum is {MAX_ENTRIES} of each"
         )
     metadata: dict[str, Any] = {}
     lengths: dict[str, int] = {}
@@ -223,8 +223,8 @@ def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
     if kind != _ARRAY:
         return _scalar(file, kind)
     inner, count = _numbers(file, "<IQ")
-    if count > 100 * MOST_ENTRIES:
-        raise BadGgufError(f"{_shown(key)} has {count} values; the maximum is {100 * MOST_ENTRIES}")
+    if count > 100 * MAX_ENTRIES:
+        raise BadGgufError(f"{_shown(key)} has {count} values; the maximum is {100 * MAX_ENTRIES}")
     lengths[key] = count
     if inner == _STRING:
         for _ in range(count):
@@ -256,7 +256,7 @@ def _scalar(file: BinaryIO, kind: int) -> Any:
 
 def _length(file: BinaryIO) -> int:
     (length,) = _numbers(file, "<Q")
-    if length > MOST_STRING_BYTES:
+    if length > MAX_STRING_BYTES:
         raise BadGgufError(f"a text of {length} bytes in its header")
     return int(length)
 
@@ -298,11 +298,11 @@ def quantization_name(metadata: Mapping[str, Any]) -> str:
 # --- limits of llama.cpp ----------------------------------------------------------------------------------------------
 # llama.cpp checks many numbers with GGML_ASSERT, which aborts the process. The limits here are those of
 # `llama_model_base::load_hparams` (llama.cpp 0c1e57098), so that a damaged file gives an error message.
-MOST_LAYERS = 512
+MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS."""
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 """LLAMA_MAX_EXPERTS."""
-MOST_CONTEXT = 2**27
+MAX_CONTEXT = 2**27
 """Tokens. The longest contexts of published models are about 10 million tokens; the field allows 4,294,967,295."""
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _REAL = (
@@ -318,8 +318,8 @@ Header = Mapping[str, object]
 def header_problem(architecture: str, header: Header) -> str | None:
     """The first invalid value as a message for the user, or None."""
     found = (
-        _range(header, "block_count", 1, MOST_LAYERS)
-        or _range(header, "context_length", 1, MOST_CONTEXT)
+        _range(header, "block_count", 1, MAX_LAYERS)
+        or _range(header, "context_length", 1, MAX_CONTEXT)
         or _range(header, "embedding_length", 1, 2**32 - 1)
         or _predicted_layers(header)
         or _experts(architecture, header)
@@ -349,8 +349,8 @@ def _experts(architecture: str, header: Header) -> str | None:
     groups, groups_used = _most(header, "expert_group_count"), _most(header, "expert_group_used_count")
     if architecture.startswith("hunyuan") and experts <= 1:  # llama.cpp treats these as models without experts
         experts = used = 0
-    if experts > MOST_EXPERTS:
-        return f"expert_count is {experts}; the limit is {MOST_EXPERTS}"
+    if experts > MAX_EXPERTS:
+        return f"expert_count is {experts}; the limit is {MAX_EXPERTS}"
     if used > experts or (experts and not used):
         return f"expert_used_count is {used}, but there are {experts} experts"
     if groups and groups >= experts:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 """Smaller head-room is dropped."""
 FIRST_SHARE = 16
 """The first head-room is a sixteenth of the need on the device; it doubles each time."""
-MOST_SHARE = 4
+MAX_SHARE = 4
 """The limit of each kind is a quarter of the need."""
 ENOUGH_GOOD = 3
 """The head-room is halved after this number of consecutive workers that ended normally."""
@@ -52,12 +52,12 @@ def grown(room: Headroom, need_bytes: int, now: float, *, computing: bool) -> He
 
 
 def _first(need_bytes: int) -> int:
-    return max(LEAST_BYTES, need_bytes // FIRST_SHARE)
+    return max(MIN_BYTES, need_bytes // FIRST_SHARE)
 
 
 def _more(bytes_before: int, need_bytes: int) -> int:
     first = _first(need_bytes)
-    return min(max(first, 2 * bytes_before), max(first, need_bytes // MOST_SHARE))
+    return min(max(first, 2 * bytes_before), max(first, need_bytes // MAX_SHARE))
 
 
 def decayed(room: Headroom, now: float) -> Headroom:
@@ -80,7 +80,7 @@ def _halved(room: Headroom, times: int, at: float) -> Headroom:
 
 def _rest(count: int, times: int) -> int:
     rest = count >> min(times, 64)
-    return rest if rest >= LEAST_BYTES else 0
+    return rest if rest >= MIN_BYTES else 0
 
 
 def extra_bytes(room: Headroom, need_bytes: int, capacity_bytes: int) -> int:

@@ -26,7 +26,7 @@ from inference.settings import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_MOST_KEYS = 256
+_MAX_KEYS = 256
 _VERSION = 1
 
 
@@ -107,7 +107,7 @@ class Headrooms:
         self._entries.pop(key, None)
         if not entry.room.is_empty:
             self._entries[key] = entry
-        while len(self._entries) > _MOST_KEYS:
+        while len(self._entries) > _MAX_KEYS:
             self._entries.pop(next(iter(self._entries)))
         learned = {
             name: {**asdict(kept.room), "model": kept.model, "device": kept.device}
@@ -129,7 +129,7 @@ def _learned(data: Any) -> dict[str, _Entry]:
     """The entries in the file; empty for a file of another version."""
     if data["version"] != _VERSION:
         return {}
-    return {str(key): _entry(item) for key, item in list(data["learned"].items())[-_MOST_KEYS:]}
+    return {str(key): _entry(item) for key, item in list(data["learned"].items())[-_MAX_KEYS:]}
 
 
 def _entry(item: Mapping[str, Any]) -> _Entry:

@@ -25,7 +25,7 @@ CPU_OVERHEAD_BYTES = 64 * MIB
 GPU_OVERHEAD_BYTES = 512 * MIB
 """Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
-MOST_BYTES = 2048 * MIB
+MAX_BYTES = 2048 * MIB
 """A larger observation is foreign memory and is ignored."""
 KEPT = 8
 ENOUGH = 3
@@ -34,7 +34,7 @@ a single observation too small.
 """
 SAFETY_FACTOR = 1.1
 """Factor on the largest observation, because pools grow with the first large batches."""
-_MOST_KEYS = 256
+_MAX_KEYS = 256
 _VERSION = 1
 
 
@@ -59,12 +59,12 @@ class Overheads:
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
         """Adds an observation. Ignores values that cannot be an overhead, and simulated devices, which tell theirs."""
-        if device.context_bytes is not None or observed_bytes > MOST_BYTES:
+        if device.context_bytes is not None or observed_bytes > MAX_BYTES:
             return
         key = key_of(device, shape)
         before = self.of(device, shape)
         self._seen[key] = [*self._seen.pop(key, ()), max(0, observed_bytes)][-KEPT:]
-        while len(self._seen) > _MOST_KEYS:
+        while len(self._seen) > _MAX_KEYS:
             self._seen.pop(next(iter(self._seen)))
         if (now := self.of(device, shape)) != before:
             log.info("the overhead of a worker on %s (%s) is now %d MiB", device.name, shape, now // MIB)
@@ -97,6 +97,6 @@ def _observations(data: Any) -> dict[str, list[int]]:
     if data["version"] != _VERSION:
         return {}
     return {
-        str(key): [count for count in seen if type(count) is int and 0 <= count <= MOST_BYTES][-KEPT:]
-        for key, seen in list(data["seen"].items())[-_MOST_KEYS:]
+        str(key): [count for count in seen if type(count) is int and 0 <= count <= MAX_BYTES][-KEPT:]
+        for key, seen in list(data["seen"].items())[-_MAX_KEYS:]
     }

@@ -22,7 +22,7 @@ from inference.worker.engine.ngram_lookup import NgramSource
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.engine.speculation import Speculation
 from inference.worker.engine.vision_context import VisionBackend
-from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.checkpoints import max_checkpoints
 from inference.worker.kv.sequence_store import SequenceStore
 from inference.worker.llama.draft_loading import LoadedDraft
 from inference.worker.loading import Loaded
@@ -119,7 +119,7 @@ def limits_of(loaded: Loaded, grant: Grant) -> Limits:
         min_copied=context.min_copied,
         window=context.window,
         window_cells=context.window_cells,
-        checkpoints=most_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
+        checkpoints=max_checkpoints(context.checkpoint_bytes, grant.checkpoint_bytes),
         prefetched=PREFETCHED if grant.kv.prefetch else 0,
         threshold=grant.kv.threshold,
         cells=context.cells,

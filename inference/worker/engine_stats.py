@@ -10,7 +10,7 @@ from inference.worker_link import Heartbeat, KvCounts
 WINDOW_SECONDS = 20.0
 """Window of computing time; older measurements hardly count."""
 
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 """Minimum number of prompt tokens of a step that counts."""
 
 
@@ -24,7 +24,7 @@ class TokenRate:
 
     tokens: float = 0.0
     seconds: float = 0.0
-    least: int = LEAST_TOKENS
+    least: int = MIN_TOKENS
 
     def read(self, tokens: int, seconds: float) -> TokenRate:
         """The rate after a step of `seconds` with `tokens` tokens, including reused ones."""

@@ -10,7 +10,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _LARGE_BYTES = 2**20
-_MOST_LARGE_BYTES = 32 * 2**20
+_MAX_LARGE_BYTES = 32 * 2**20
 """Maximum of glibc."""
 _TOP_BYTES = 128 * 2**10
 """Default of glibc for free memory at the top of the heap."""
@@ -33,7 +33,7 @@ def reused() -> Iterator[None]:
     Weights are copied to a device through one block per tensor. With new pages for each block, the time of a load in
     the kernel doubles (1.3 GB: 2.3 s instead of 1.2 s).
     """
-    _tune(_M_MMAP_THRESHOLD, _MOST_LARGE_BYTES)
+    _tune(_M_MMAP_THRESHOLD, _MAX_LARGE_BYTES)
     _tune(_M_TRIM_THRESHOLD, 2**30)
     try:
         yield

@@ -11,7 +11,7 @@ import numpy as np
 
 from headgate.shared.parameters import Sampling
 from inference.worker.backend import Backend, Mask, TokenSampler
-from inference.worker.llama import MOST_CANDIDATES, Context, Dry, Model, Sampler
+from inference.worker.llama import MAX_CANDIDATES, Context, Dry, Model, Sampler
 
 _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
@@ -119,7 +119,7 @@ class ChainSampler:
         self._among_allowed = self._dry is not None or self._excludes or self._mirostat > 0
         self._model = model
         self._ends = np.fromiter(sorted(model.end_tokens), np.intp)
-        self._least_tokens = sampling.min_tokens
+        self._min_tokens = sampling.min_tokens
         self._drawn = 0
         is_plain = not self._bias and not self._penalizes and not self._among_allowed
         self._takes_best = self._is_greedy and is_plain
@@ -197,7 +197,7 @@ class ChainSampler:
             self._reach = self._farthest = _MARGIN - math.log(sampling.min_p)
         elif sampling.top_k > 0:
             self._reach = _NEAR
-        self._least = sampling.top_k if sampling.top_k > 0 else MOST_CANDIDATES + 1
+        self._least = sampling.top_k if sampling.top_k > 0 else MAX_CANDIDATES + 1
 
     def _adapt_search(self, found: int) -> None:
         """Adapts the distance: smaller after too many tokens, larger after too few. Their number grows about
@@ -205,10 +205,10 @@ class ChainSampler:
         """
         assert self._reach is not None
         self._attempts -= 1
-        if self._attempts == 0 or (found > MOST_CANDIDATES and self._least > MOST_CANDIDATES):
+        if self._attempts == 0 or (found > MAX_CANDIDATES and self._least > MAX_CANDIDATES):
             self._reach = None
         else:
-            aim = math.sqrt(self._least * MOST_CANDIDATES)
+            aim = math.sqrt(self._least * MAX_CANDIDATES)
             self._reach = min(self._reach * math.log(aim) / math.log(max(found, 2)), 2 * self._reach, self._farthest)
 
     def sample(self, index: int) -> int:
@@ -217,7 +217,7 @@ class ChainSampler:
         Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process.
         """
         logits = self._context.logits(index)
-        if self._drawn < self._least_tokens:
+        if self._drawn < self._min_tokens:
             self._rule_out_ends(logits)
         self._drawn += 1
         best = logits.argmax()  # NaN, if there is one
@@ -231,7 +231,7 @@ class ChainSampler:
         if self._reach is not None:
             near = (logits >= most - np.float32(self._reach)).nonzero()[0]
             found = len(near)
-            if found <= MOST_CANDIDATES and (found >= self._least or self._reach == self._farthest):
+            if found <= MAX_CANDIDATES and (found >= self._least or self._reach == self._farthest):
                 self._attempts = min(self._attempts + 1, _ATTEMPTS)
                 return self._chain.sample_among(near, logits[near])
             self._adapt_search(found)

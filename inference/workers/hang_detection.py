@@ -15,7 +15,7 @@ from inference.worker_link import Heartbeat
 FIRST_STEP_FACTOR = 4.0
 """Factor on the timeout of the first step, which compiles kernels and allocates memory."""
 TICK_SECONDS = 0.5
-_MOST_PAUSES = 16
+_MAX_PAUSES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class HangWatch:
         self._task_began: float | None = now
         """Start of the current task (loading or holding a file), None without one."""
         self._next_tick = now + TICK_SECONDS
-        self._pauses: deque[Pause] = deque(maxlen=_MOST_PAUSES)
+        self._pauses: deque[Pause] = deque(maxlen=_MAX_PAUSES)
 
     @property
     def is_ready(self) -> bool:

@@ -1,7 +1,7 @@
 """Runs helper processes with a deadline.
 
 A helper that times out, crashes or returns an invalid answer is killed, and HelperError is raised. One that hangs in a
-driver cannot be killed; with MOST_STUCK of them no further helpers of that job are started.
+driver cannot be killed; with MAX_STUCK of them no further helpers of that job are started.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from headgate.shared import child_process
 from inference.workers.child_environment import NOTICE, child_environment
 
-MOST_ANSWER_BYTES = 16 * 2**20
-MOST_OUTPUT_BYTES = 16 * 2**10
+MAX_ANSWER_BYTES = 16 * 2**20
+MAX_OUTPUT_BYTES = 16 * 2**10
 END_SECONDS = 2.0
 """A killed process that still runs after this time hangs in the kernel."""
-MOST_STUCK = 3
+MAX_STUCK = 3
 """Limit of hanging helpers of one job, so that a hanging driver does not accumulate processes."""
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ async def run_helper(
     try:
         answer = await asyncio.to_thread(json.loads, out)
     except ValueError:
-        output = err[-MOST_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+        output = err[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
         lines = output.splitlines()
         how = child_process.exit_text(process.returncode or 0)
         message = f"the {job} helper ended with {how}{': ' + lines[-1] if lines else ''}"
@@ -133,8 +133,8 @@ class ServingHelper:
 
 
 async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-    if len(_stuck.get(job, ())) >= MOST_STUCK:
-        raise HelperError(f"{MOST_STUCK} {job} helpers hang in a driver and cannot be ended")
+    if len(_stuck.get(job, ())) >= MAX_STUCK:
+        raise HelperError(f"{MAX_STUCK} {job} helpers hang in a driver and cannot be ended")
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -145,7 +145,7 @@ async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=child_environment(environment),
-            limit=MOST_ANSWER_BYTES,
+            limit=MAX_ANSWER_BYTES,
         )
     except OSError as error:
         raise HelperError(f"cannot start the {job} helper ({error})") from error

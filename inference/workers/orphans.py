@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FAMILY_ENV = "HEADGATE_FAMILY"
 KILL_SECONDS = 5.0
 """How long killed processes may take to end. One that hangs in a driver stays, and its memory counts as foreign."""
-MOST_FAMILIES = 8
+MAX_FAMILIES = 8
 _FILE = "family.json"
 _START_FIELD = 22
 """Field of /proc/PID/stat (proc(5)) with the start time of the process in clock ticks since boot."""
@@ -72,7 +72,7 @@ def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path =
     own = Family(secrets.token_hex(16), os.getpid(), start_ticks(os.getpid(), proc) or 0)
     environ[FAMILY_ENV] = own.token
     families = [{"token": family.token, "pid": family.pid, "began": family.start_ticks} for family in (*stay, own)][
-        -MOST_FAMILIES:
+        -MAX_FAMILIES:
     ]
     StateFileWriter("the token of child processes").write(state.root / _FILE, families)
     return ended

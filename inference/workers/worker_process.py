@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
 """Time between a stop message and SIGKILL."""
 KEPT_LINES = 200
-_MOST_LINE_BYTES = 2**20
+_MAX_LINE_BYTES = 2**20
 _STARVED = "the kernel killed the worker because host memory ran out (killed)"
 
 
@@ -202,7 +202,7 @@ class WorkerProcess:
             return
         self._watch.note_message(self._loop.time())
         self._receive(data)
-        if len(self._inbox) > _MOST_LINE_BYTES:
+        if len(self._inbox) > _MAX_LINE_BYTES:
             self.kill("it sent a message that is too long")
 
     def _receive(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ import logging
 import re
 
 LOGGER = "headgate.worker.kv"
-MOST_LINES = 20
+MAX_LINES = 20
 """Lines in PERIOD_SECONDS that are repeated; a directory of damaged files has thousands."""
 PERIOD_SECONDS = 60.0
 
@@ -32,10 +32,10 @@ class WarningSelector:
         if now - self._since >= PERIOD_SECONDS:
             self._since, self._count = now, 0
         self._count += 1
-        if self._count > MOST_LINES:
+        if self._count > MAX_LINES:
             return None
         level, message = found
-        return level, f"{message}; further lines are left out for a while" if self._count == MOST_LINES else message
+        return level, f"{message}; further lines are left out for a while" if self._count == MAX_LINES else message
 
 
 def _text(line: str) -> tuple[int, str] | None:

@@ -44,7 +44,7 @@ class Kind(StrEnum):
     KV_SHRINK = "kv_shrink"
 
 
-LEAST_SHARE = 0.02
+MIN_SHARE = 0.02
 """The lowest share of any kind among the events of a run."""
 _SHORT, _LONG = 0.3, 4.0
 

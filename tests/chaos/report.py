@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.figures import Bar
 from headgate.cli.bench import percentile
 from tests.chaos.judge import End, Outcome, conversations, tally
-from tests.chaos.plan import LEAST_SHARE
+from tests.chaos.plan import MIN_SHARE
 from tests.chaos.run import Results
 from tests.chaos.settle import RECOVERY_SECONDS
 from tests.rigs import fault_runs
@@ -93,7 +93,7 @@ def bars(result: dict[str, Any], events: int) -> list[Bar]:
     least = min((count / max(1, result["events"]) for count in result["kinds"].values()), default=0.0)
     return [
         Bar("chaos_events", result["events"], "events", ">=", events),
-        Bar("chaos_rarest_kind", 100 * least, "percent", ">=", 100 * LEAST_SHARE),
+        Bar("chaos_rarest_kind", 100 * least, "percent", ">=", 100 * MIN_SHARE),
         Bar("chaos_continued", result["conversations"]["continued"], "turns", ">=", 1),
         Bar("chaos_spied", result["conversations"]["spied"], "turns", ">=", 1),
         Bar("chaos_violations", len(result["violations"]), "violations", "<=", 0),

@@ -16,7 +16,7 @@ from tests.chaos.watch import Watch
 from tests.rigs import fault_runs
 
 USERS = 6
-MOST_AT_ONCE = 6
+MAX_AT_ONCE = 6
 """The largest number of simultaneous faults; on a busy machine they start later."""
 
 
@@ -68,7 +68,7 @@ async def _run(system: System, results: Results) -> None:
         with fault_runs.reported_errors(results.violations, clock):
             async with fault_runs.during(watch.run()):
                 load.begin(settings.users)
-                await fault_runs.inject(results.planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
+                await fault_runs.inject(results.planned, injector.inject, clock, MAX_AT_ONCE, settings.max_seconds)
                 await load.end()
                 if settings.settles:
                     await settling.run(measures=settings.measures)

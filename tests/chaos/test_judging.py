@@ -25,7 +25,7 @@ from tests.chaos.judge import (
     tally,
     violations,
 )
-from tests.chaos.plan import LEAST_SHARE, Kind, events, shares
+from tests.chaos.plan import MIN_SHARE, Kind, events, shares
 from tests.chaos.watch import Since, on_cpu, unbalanced, unowned, waiting
 from tests.rigs import fault_runs
 
@@ -58,7 +58,7 @@ def test_same_seed_gives_the_same_run(seed: int, count: int) -> None:
 @given(st.integers(0, 2**32), st.integers(2 * len(Kind), 150))
 def test_kinds_are_equally_frequent_and_cut_devices_return(seed: int, count: int) -> None:
     found = _plan(seed, count)
-    assert min(shares(found).values()) >= LEAST_SHARE
+    assert min(shares(found).values()) >= MIN_SHARE
     assert set(shares(found)) == set(Kind)
     cuts: list[str] = []
     for event in found:

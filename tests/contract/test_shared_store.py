@@ -121,7 +121,7 @@ async def test_calls_that_wait_end_with_the_connection(state: SharedState, serve
 async def test_more_commands_than_may_wait_are_refused(
     state: SharedState, errors: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MOST_WAITING", 10)
+    monkeypatch.setattr(store_module, "MAX_WAITING", 10)
     results = await asyncio.gather(*(state.call("test", "now", []) for _ in range(30)), return_exceptions=True)
     assert sum(isinstance(result, StoreLostError) for result in results) == 20
     assert errors == ["test"] * 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference.devices.nvml_reader import NvmlReader
-from inference.devices.reopen_policy import MOST_SECONDS
+from inference.devices.reopen_policy import MAX_SECONDS
 from inference.devices.signs import Sign
 from inference.workers.helper_client import HelperError
 from tests.rigs.sim_devices import SimDevices
@@ -68,7 +68,7 @@ async def test_every_fault_has_its_sign_and_its_end(machine: SimMachine) -> None
         found[name] = tuple(reading.sign for reading in probe.readings())
         machine.restore()
         for _ in range(3):  # the child that gets the loss, and the next one
-            now += MOST_SECONDS
+            now += MAX_SECONDS
             await probe.refresh()
         assert [reading.sign for reading in probe.readings()] == [FINE, FINE], name
     assert found == EXPECTED

@@ -35,7 +35,7 @@ from tests.rigs.link_proxy import LinkState
 from tests.rigs.processes import Service
 from tests.rigs.stack import until
 
-MOST_NODES = 2
+MAX_NODES = 2
 """Nodes in trouble at the same time; the others answer."""
 RECOVERY_SECONDS = 45.0
 """Time until all gateways use a healed node again, on a busy machine."""
@@ -48,7 +48,7 @@ SKEW_SECONDS = 30.0
 OCCUPY_SECONDS = 1.0
 HELD_SECONDS = 0.4
 """Duration of a failing request: long enough for others to overlap."""
-MOST_PAUSE_SECONDS = 40.0
+MAX_PAUSE_SECONDS = 40.0
 """The longest time without a probe: it is multiplied by 8 for each recovery that proved false."""
 OBSERVED_SECONDS = 4.0
 """Several open periods of a breaker."""
@@ -79,7 +79,7 @@ class Injector:
         self._nodes = {name: asyncio.Lock() for name in self.fleet.nodes}
         self._gateways = [asyncio.Lock() for _ in self.fleet.gateways]
         self._store = asyncio.Lock()
-        self._room = asyncio.Semaphore(MOST_NODES)
+        self._room = asyncio.Semaphore(MAX_NODES)
         self._keys: Iterator[int] = itertools.cycle(range(LIMITED_KEYS))
 
     async def inject(self, event: Event) -> None:
@@ -318,13 +318,13 @@ class Injector:
                 async def probes() -> list[tuple[float, float]]:
                     return [period for link in links for period in link.failed if period[0] >= since]
 
-                await until(f"a probe of {name}", probes, seconds=MOST_PAUSE_SECONDS)
+                await until(f"a probe of {name}", probes, seconds=MAX_PAUSE_SECONDS)
                 await asyncio.sleep(OBSERVED_SECONDS)
                 periods = await probes()
             finally:
                 for link in links:
                     link.failing = ()
-        most = judge.most_at_once(periods)
+        most = judge.max_at_once(periods)
         self.probes_at_once.append(most)
         if most > 1:
             times = ", ".join(f"{start - since:.2f} to {end - since:.2f} s" for start, end in sorted(periods))
@@ -343,7 +343,7 @@ class Injector:
         async with self._whole():
             admitted, seconds = await self._burst(limited_key(next(self._keys)))
         self.admitted["with"].append(admitted)
-        most = judge.most_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=False)
+        most = judge.max_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=False)
         if not LIMIT_PER_MINUTE - 1 <= admitted <= most:
             self._violate(judge.LIMITED, f"{admitted} admitted in {seconds:.2f} s of {LIMIT_PER_MINUTE} to {most}")
 
@@ -366,7 +366,7 @@ class Injector:
             ("with it again", before + alone + after, self.clock() - began),
         )
         for when, admitted, seconds in parts:
-            most = judge.most_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=True)
+            most = judge.max_admitted(LIMIT_PER_MINUTE, seconds, len(self.fleet.gateways), is_alone=True)
             if alone < 1 or admitted > most:
                 self._violate(
                     judge.LIMITED, f"{when}: {admitted} admitted in {seconds:.2f} s of {most}, {alone} without store"

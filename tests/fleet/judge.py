@@ -23,7 +23,7 @@ LEDGER = "the ledger of every node is right"
 
 NEW = -1
 """The number of a prompt that no node has seen: its answer is not known, and no node has it in its cache."""
-MOST_BREAKS = 1
+MAX_BREAKS = 1
 """A request that broke on more nodes is perhaps the cause, and is not sent to another one."""
 _ROUNDING = 1e-6
 
@@ -95,10 +95,10 @@ class Facts:
         return any(outage.excuses(outcome) for outage in self.outages)
 
     def may_fail(self, outcome: Outcome) -> bool:
-        """Whether no node could answer it, or faults of more nodes than MOST_BREAKS touched it."""
+        """Whether no node could answer it, or faults of more nodes than MAX_BREAKS touched it."""
         if any(period.excuses(outcome) for period in self.isolated):
             return True
-        return len({trouble.node for trouble in self.troubles if trouble.touches(outcome)}) > MOST_BREAKS
+        return len({trouble.node for trouble in self.troubles if trouble.touches(outcome)}) > MAX_BREAKS
 
 
 def violations(outcomes: Iterable[Outcome], facts: Facts) -> list[Violation]:
@@ -141,7 +141,7 @@ def seen(outcome: Outcome) -> str:
     return f"{outcome.id} at gateway-{outcome.gateway}: {words}"
 
 
-def most_at_once(periods: Iterable[tuple[float, float]]) -> int:
+def max_at_once(periods: Iterable[tuple[float, float]]) -> int:
     """The largest number of periods that overlap; one may begin at the end of another."""
     changes = sorted((time, change) for start, end in periods for time, change in ((start, 1), (end, -1)))
     most = now = 0
@@ -151,7 +151,7 @@ def most_at_once(periods: Iterable[tuple[float, float]]) -> int:
     return most
 
 
-def most_admitted(limit: int, seconds: float, gateways: int, *, is_alone: bool) -> int:
+def max_admitted(limit: int, seconds: float, gateways: int, *, is_alone: bool) -> int:
     """The number of requests that a limit per minute allows in a period.
 
     With `is_alone` the gateways have lost the store: all together may admit one part of the limit more.

@@ -19,7 +19,7 @@ from tests.rigs.fault_runs import Users
 
 PATIENCE_SECONDS = TOTAL_SECONDS + 15.0
 """Longer than a gateway lets a request wait for its first token, and then be silent."""
-ANSWER_TOKENS, LEAST_TOKENS = 24, 10
+ANSWER_TOKENS, MIN_TOKENS = 24, 10
 SURE = 0.5
 """Difference of log probabilities; ten times what the batch changes in the demo model."""
 _QUESTIONS = (
@@ -51,7 +51,7 @@ async def references(fleet: Fleet, node: str) -> tuple[Reference, ...]:
             if best[0] - best[1] < SURE:
                 break
             tokens += 1
-        if tokens >= LEAST_TOKENS:
+        if tokens >= MIN_TOKENS:
             answer = await fleet.node(node, "/v1/chat/completions", "POST", body(question, tokens), 30.0)
             found.append(Reference(question, tokens, answer["choices"][0]["message"]["content"]))
     assert len(found) >= 3, "the demo model is not sure of its answers"
@@ -128,7 +128,7 @@ class Load(Users):
     async def _ask(self, outcome: Outcome) -> None:
         # the seed has no effect at temperature 0: no two requests are equal, so none is suspected of ending workers
         number = next(self._numbers)
-        known = Reference(f"{number} {outcome.id}", LEAST_TOKENS, "")
+        known = Reference(f"{number} {outcome.id}", MIN_TOKENS, "")
         if outcome.prompt != NEW:
             known = self.prompts[outcome.prompt]
         sent = body(known.question, known.tokens, stream=outcome.stream, seed=number)

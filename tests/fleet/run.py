@@ -22,7 +22,7 @@ from tests.rigs import fault_runs
 from tests.rigs.fault_runs import Settings
 
 USERS = 4
-MOST_AT_ONCE = 5
+MAX_AT_ONCE = 5
 """The largest number of simultaneous faults; on a busy machine they start later."""
 
 
@@ -66,7 +66,7 @@ async def _run(fleet: Fleet, results: Results) -> None:
         with fault_runs.reported_errors(results.violations, clock):
             async with fault_runs.during(settling.watch()):
                 load.begin(USERS)
-                await fault_runs.inject(planned, injector.inject, clock, MOST_AT_ONCE, settings.most_seconds)
+                await fault_runs.inject(planned, injector.inject, clock, MAX_AT_ONCE, settings.max_seconds)
                 await load.end()
                 if settings.settles:
                     await settling.run()

@@ -66,15 +66,15 @@ def test_requests_are_judged(outcome: Outcome, facts: Facts, promise: str | None
 
 
 def test_probes_at_the_same_time_are_counted() -> None:
-    assert judge.most_at_once([]) == 0
-    assert judge.most_at_once([(0, 1), (1, 2), (3, 4)]) == 1
-    assert judge.most_at_once([(0, 2), (1, 3), (1.5, 1.7)]) == 3
+    assert judge.max_at_once([]) == 0
+    assert judge.max_at_once([(0, 1), (1, 2), (3, 4)]) == 1
+    assert judge.max_at_once([(0, 2), (1, 3), (1.5, 1.7)]) == 3
 
 
 def test_limits_allow_one_part_more_without_the_store() -> None:
-    assert judge.most_admitted(12, 0.0, 3, is_alone=False) == 12
-    assert judge.most_admitted(12, 6.0, 3, is_alone=False) == 13
-    assert judge.most_admitted(12, 0.0, 3, is_alone=True) == 16
+    assert judge.max_admitted(12, 0.0, 3, is_alone=False) == 12
+    assert judge.max_admitted(12, 6.0, 3, is_alone=False) == 13
+    assert judge.max_admitted(12, 0.0, 3, is_alone=True) == 16
 
 
 def test_every_defect_has_a_promise_and_a_fault_that_reveals_it() -> None:

@@ -20,7 +20,7 @@ REFUSED_BY_HEADER = (
     "layers-too-many", "layers-missing", "layers-predicted", "context-", "epsilon-", "experts-", "width-zero",
     "rope-base-nan", "rope-scaling-unknown",
 )  # fmt: skip
-MOST_BYTES = 2**62
+MAX_BYTES = 2**62
 """Upper limit of an estimate: figures are 64-bit numbers."""
 
 
@@ -33,7 +33,7 @@ def facts_of(content: bytes, directory: Path) -> Facts:
 def sane(facts: Facts) -> bool:
     """Whether it can be estimated as an amount of bytes."""
     parts = formula(facts, Parameters(context_length=4096, parallel=4))
-    return all(0 <= count < MOST_BYTES for count in (parts.weights_bytes, parts.kv_bytes, parts.compute_bytes))
+    return all(0 <= count < MAX_BYTES for count in (parts.weights_bytes, parts.kv_bytes, parts.compute_bytes))
 
 
 @pytest.mark.parametrize("damaged", CORPUS, ids=lambda damaged: damaged.name)

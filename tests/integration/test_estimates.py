@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.checkpoints import max_checkpoints
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.estimate_rig import MIB, Case, EstimateRig
 from tests.rigs.tiny_families import EXPERTS, FAMILIES, Form
@@ -128,7 +128,7 @@ async def test_host_memory_for_checkpoints_is_reserved(family: str, kv_cells: in
     sizes = {"context_length": 8192, "parallel": 2, "kv_cells": kv_cells}
     with engine_rig(spec.path, **sizes, checkpoint_bytes=8 * MIB) as opened:
         each = opened.context.checkpoint_bytes
-        most = most_checkpoints(each, 8 * MIB)
+        most = max_checkpoints(each, 8 * MIB)
     reserved = estimate.need["cpu"] - with_none.need["cpu"]
     assert reserved == pytest.approx(2 * most * each, rel=0.05, abs=MIB / 8)
     assert (reserved > 0) == (family != "dense")

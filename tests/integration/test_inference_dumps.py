@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.authority.views.dumps import MOST_DUMPS, differences
+from inference.authority.views.dumps import MAX_DUMPS, differences
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import Start
 
@@ -43,7 +43,7 @@ async def test_dump_has_backoffs_after_a_failure(start: Start) -> None:
 
 async def test_latest_dumps_are_kept(start: Start) -> None:
     service = await start({"a": {}})
-    ids = [(await ask(service.app, "POST", "/memory/dump")).body["id"] for _ in range(MOST_DUMPS + 1)]
+    ids = [(await ask(service.app, "POST", "/memory/dump")).body["id"] for _ in range(MAX_DUMPS + 1)]
     gone = await ask(service.app, "POST", "/memory/dump/compare", {"before": ids[0], "after": ids[-1]})
     assert (gone.status, gone.body["error"]["param"]) == (404, "before")
     assert ids[1] in gone.body["error"]["message"]

@@ -276,7 +276,7 @@ async def test_service_that_ends_keeps_its_models_and_returns(gateway: Gateway, 
 async def test_page_that_reads_too_slowly_gets_a_new_snapshot(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_feed, "MOST_WAITING", 10)
+    monkeypatch.setattr(live_feed, "MAX_WAITING", 10)
     feed = live_feed.LiveFeed(gateway.runtime)
     stream = feed.listen(Viewer("", is_admin=True), lambda: True)
     assert (await anext(stream)).startswith(b"event: snapshot\n")
@@ -314,7 +314,7 @@ async def test_streams_end_when_the_gateway_stops(gateway: Gateway, monkeypatch:
 
 
 async def test_number_of_pages_is_limited(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "MOST_PAGES", 1)
+    monkeypatch.setattr(live_feed, "MAX_PAGES", 1)
     async with Page.signed_in(gateway.url, ADMIN) as page, page.listening():
         answer = await page.get("/ui/api/events")
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")

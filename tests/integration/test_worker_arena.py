@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference.worker.kv.arena import LEAST_SPARE_BYTES, Arena, Region, rounded
+from inference.worker.kv.arena import MIN_SPARE_BYTES, Arena, Region, rounded
 from inference.worker.kv.entry_format import encode_head
 from tests.rigs.stored_entries import KEY, number_in, put, sequence_of, state_of
 
@@ -193,10 +193,10 @@ def test_memory_of_a_removed_entry_serves_the_next_ones() -> None:
     arena.release(first, spare=True)
     assert (arena.used_bytes, arena.spare_bytes) == (0, 10 * 2**20)
     second = arena.allocate(4 * 2**20, MOST)
-    third = arena.allocate(6 * 2**20 - LEAST_SPARE_BYTES // 2, MOST)
+    third = arena.allocate(6 * 2**20 - MIN_SPARE_BYTES // 2, MOST)
     assert (second.address, third.address) == (address, address + 4 * 2**20)
     assert arena.spare_bytes == 0
-    assert arena.used_bytes == 10 * 2**20 - LEAST_SPARE_BYTES // 2
+    assert arena.used_bytes == 10 * 2**20 - MIN_SPARE_BYTES // 2
     arena.close()
 
 

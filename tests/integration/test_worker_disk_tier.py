@@ -226,15 +226,15 @@ def test_an_error_pauses_the_writes_with_one_log_line(
 
 
 class Disk:
-    """The disk below `root` has room for `most_bytes`; other writes fail."""
+    """The disk below `root` has room for `max_bytes`; other writes fail."""
 
-    def __init__(self, root: Path, most_bytes: int, patch: pytest.MonkeyPatch) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, root: Path, max_bytes: int, patch: pytest.MonkeyPatch) -> None:
+        self.max_bytes = max_bytes
         write_at = os.pwrite
 
         def pwrite(handle: int, data: memoryview, offset: int) -> int:
             used = sum(path.stat().st_size for path in root.rglob("*.kv"))
-            if used + os.fstat(handle).st_size > self.most_bytes:
+            if used + os.fstat(handle).st_size > self.max_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write_at(handle, data, offset)
 
@@ -288,11 +288,11 @@ def test_writes_pause_while_the_disk_stays_full(
         assert removed == 8 - len(numbers(tier)) <= 4
     assert len(caplog.messages) == 3
     assert all(path.suffix == ".kv" for path in files(tmp_path))
-    disk.most_bytes = PLENTY
+    disk.max_bytes = PLENTY
     write(tier, LARGE[9])
     for number in numbers(tier):
         tier.touch(tier.name_of(sequence_of(number)), time.time() + 60.0)
-    disk.most_bytes = 0
+    disk.max_bytes = 0
     with pytest.raises(OSError, match="No space"):
         write(tier, LARGE[8])
     assert len(numbers(tier)) == 9 - removed
@@ -376,9 +376,9 @@ def test_an_abandoned_write_leaves_no_file(tier: DiskTier, tmp_path: Path) -> No
     assert not tier.is_paused
 
 
-def start_writer(directory: Path, most_bytes: int, seed: int) -> subprocess.Popen[bytes]:
+def start_writer(directory: Path, max_bytes: int, seed: int) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.rigs.stored_entries", "disk", str(directory), str(most_bytes), str(seed)],
+        [sys.executable, "-m", "tests.rigs.stored_entries", "disk", str(directory), str(max_bytes), str(seed)],
         stdout=subprocess.PIPE,
     )
     assert child.stdout is not None

@@ -11,7 +11,7 @@ from inference import demo
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
-MOST_MB = 120.0
+MAX_MB = 120.0
 """The promise. About half of it is measured, so that the allocator does not decide the result."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory from /proc, which Linux has")
@@ -33,4 +33,4 @@ def test_idle_worker_uses_little_memory_beside_its_model(tmp_path: Path) -> None
             status, response = rig.post("/v1/chat/completions", {**fields, **more})
             assert status == 200, response
         taken = pss_mb(rig.process.pid) - reserved
-        assert taken < MOST_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"
+        assert taken < MAX_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"

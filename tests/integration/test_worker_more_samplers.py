@@ -20,7 +20,7 @@ from inference.worker import llama
 from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Form, Json, Regex
 from inference.worker.llama import Sampler
-from inference.worker.llama.llama_model import MOST_PROTOTYPES, Dry, DryPrototypes
+from inference.worker.llama.llama_model import MAX_PROTOTYPES, Dry, DryPrototypes
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Row
 from tests.rigs import tiny_spm
@@ -284,10 +284,10 @@ def test_dry_breakers_of_any_characters_work_with_any_vocabulary(
 def test_dry_settings_are_cached_with_a_limit(rig: EngineRig) -> None:
     """Settings that were dropped from the cache are prepared again."""
     prototypes = DryPrototypes(rig.model.vocab)
-    wanted = [Dry(1.0, 2.0, length, 8, ("x",)) for length in range(MOST_PROTOTYPES + 5)]
+    wanted = [Dry(1.0, 2.0, length, 8, ("x",)) for length in range(MAX_PROTOTYPES + 5)]
     for dry in [*wanted, *wanted]:
         prototypes.prepare(dry)
         Sampler().add_part(prototypes.sampler(dry)).close()
-    assert prototypes._prototype.cache_info().currsize == MOST_PROTOTYPES
+    assert prototypes._prototype.cache_info().currsize == MAX_PROTOTYPES
     Sampler().add_part(prototypes.sampler(wanted[0])).close()
     prototypes.close()

@@ -18,7 +18,7 @@ from headgate.shared.parameters import Sampling
 from inference import demo
 from inference.protocol import Code
 from inference.worker.backend import Decode
-from inference.worker.llama import MOST_CANDIDATES, Sampler
+from inference.worker.llama import MAX_CANDIDATES, Sampler
 from inference.worker.llama import sampler as samplers
 from inference.worker.llama.binding import lib
 from inference.worker.sampling import ChainSampler
@@ -138,7 +138,7 @@ def test_sampling_among_few_tokens_has_the_result_of_all_tokens(
     seed: int, spread: float, top_k: int, min_p: float, temperature: float
 ) -> None:
     """Also after many draws: both use the same number of random numbers."""
-    values = (np.random.default_rng(seed).standard_normal(MOST_CANDIDATES) * spread).astype(np.float32)
+    values = (np.random.default_rng(seed).standard_normal(MAX_CANDIDATES) * spread).astype(np.float32)
     chains = [Sampler(), Sampler()]
     for chain in chains:
         if top_k:

@@ -16,7 +16,7 @@ PROMPTS = [[5 + number, 6, 7, 8] for number in range(4)]
 LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "ignore_eos": True}
 
 
-def most_at_once(rig: EngineRig) -> int:
+def max_at_once(rig: EngineRig) -> int:
     """The largest number of sequences with a slot until all requests end."""
     most = 0
     while rig.engine._iterate():
@@ -29,12 +29,12 @@ def test_limit_delays_waiting_requests_and_can_be_lifted() -> None:
         free = [rig.answer(prompt) for prompt in PROMPTS]
         rig.engine.limit(1)
         held_back = [rig.ask(prompt) for prompt in PROMPTS]
-        assert most_at_once(rig) == 1
+        assert max_at_once(rig) == 1
         assert [rig.outputs(ticket)[-1].finish for ticket in held_back] == [results[-1].finish for results in free]
         rig.engine.limit(4)
         for prompt in PROMPTS:
             rig.ask(prompt)
-        assert most_at_once(rig) == 4
+        assert max_at_once(rig) == 4
 
 
 def test_running_request_keeps_its_slot_when_the_limit_is_lowered() -> None:

@@ -27,7 +27,7 @@ from gateway.providers.local.local_provider import Counter
 from gateway.providers.provider import Call
 from gateway.providers.registry import Registry
 from gateway.routing.chain import RouteMatch
-from gateway.routing.chain_runner import MOST_BREAKS, ChainRunner
+from gateway.routing.chain_runner import MAX_BREAKS, ChainRunner
 from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.settings import GatewayConfig
@@ -127,7 +127,7 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
     assert len(unreachable) == len(set(unreachable)), "a node that cannot be reached is not asked for another model"
     for model in MODELS:
         broken = [node for one, node in tried if one == model and plans[node][model] in BREAKING]
-        assert len(broken) <= MOST_BREAKS
+        assert len(broken) <= MAX_BREAKS
     if isinstance(answer, bytes):
         model, node = tried[-1]
         assert (answer, record.node) == (node.encode(), "" if node == "cloud" else node)
@@ -135,7 +135,7 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
         assert not has_cloud, "the last candidate keeps an attempt"
     if attempts == 8 and any(plan["m0"] is None for plan in plans.values()):
         refusing = [plan["m0"] for plan in plans.values() if plan["m0"] is not None]
-        if len([one for one in refusing if one in BREAKING]) < MOST_BREAKS:
+        if len([one for one in refusing if one in BREAKING]) < MAX_BREAKS:
             assert tried[-1][0] == "m0", "a node answers for the first candidate"
 
 

@@ -16,7 +16,7 @@ CARD = "gpu-0"
 SIZES = {"large": 12 * 1024, "medium": 6 * 1024, "idle": 2 * 1024}
 """MiB on a card of 24 GiB. With the other program 0.8 GiB are left of what may be used."""
 CARD_MIB, FOREIGN_MIB = 24 * 1024, 800
-MOST_GROWTHS, MOST_MIB = 5, 300
+MAX_GROWTHS, MAX_MIB = 5, 300
 """Together less than an eighth of `large`, which is the most that is believed without figures of processes."""
 Growth = tuple[str, int, int]
 """A model, MiB on a card of 24 GiB, and the seconds until the next one."""
@@ -28,13 +28,13 @@ FULL: list[Growth] = [("large", 300, 2), ("large", 300, 2), ("large", 225, 2)]
     tells=st.booleans(),
     scale=st.sampled_from((1, 8)),
     growths=st.lists(
-        st.tuples(st.sampled_from(("large", "medium")), st.integers(1, MOST_MIB), st.sampled_from((0, 2, 20))),
+        st.tuples(st.sampled_from(("large", "medium")), st.integers(1, MAX_MIB), st.sampled_from((0, 2, 20))),
         min_size=1,
-        max_size=MOST_GROWTHS,
+        max_size=MAX_GROWTHS,
     ),
 )
-@example(tells=False, scale=1, growths=[("large", MOST_MIB, 2)] * MOST_GROWTHS)
-@example(tells=True, scale=8, growths=[("medium", MOST_MIB, 20)] * MOST_GROWTHS)
+@example(tells=False, scale=1, growths=[("large", MAX_MIB, 2)] * MAX_GROWTHS)
+@example(tells=True, scale=8, growths=[("medium", MAX_MIB, 20)] * MAX_GROWTHS)
 @example(tells=True, scale=1, growths=[*FULL, ("medium", 230, 2), ("large", 230, 20)])
 @example(tells=True, scale=8, growths=[*FULL, ("medium", 240, 20), ("large", 240, 20)])
 def test_other_tenants_never_pay(tells: bool, scale: int, growths: list[Growth]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.authority.quarantine import MOST_IN_A_ROW, SUSPECT_SECONDS, Crash, Quarantine, Suspicion
+from inference.authority.quarantine import MAX_IN_A_ROW, SUSPECT_SECONDS, Crash, Quarantine, Suspicion
 from inference.protocol import ExitCause
 
 KEYS = st.sampled_from("abcdef")
@@ -36,6 +36,6 @@ def test_refusal_needs_evidence_of_that_request(steps: list[tuple[str, Crash | N
                 assert telling[other] > 0
             if other != key and not quarantine.doubted:
                 assert suspicion is before.suspicion(other, now), "other requests are not affected"
-        assert len(quarantine.in_a_row) <= MOST_IN_A_ROW
+        assert len(quarantine.in_a_row) <= MAX_IN_A_ROW
         assert len(quarantine.cases) <= len("abcdef")
         assert not (quarantine.doubted and quarantine.in_a_row)

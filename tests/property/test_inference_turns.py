@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Policy, Refusal, Request, Result
 from inference.authority.placement.turns import (
-    MOST_SWAP_SECONDS,
+    MAX_SWAP_SECONDS,
     Claim,
     Decision,
     Demand,
@@ -220,7 +220,7 @@ def test_every_request_is_answered_within_the_promised_time(made: tuple[World, i
         for _ in range(clients):
             world.at(world.random.uniform(0, 5), "ask", model)
     pair = max(
-        max(one.min_residency, min(MOST_SWAP_SECONDS, one.load_seconds + other.load_seconds))
+        max(one.min_residency, min(MAX_SWAP_SECONDS, one.load_seconds + other.load_seconds))
         for one in models
         for other in models
     )
@@ -333,7 +333,7 @@ def test_turn_lasts_as_long_as_a_swap_with_an_upper_limit() -> None:
 
     assert ends(5, 1) == 105
     assert ends(5, 8) == 116
-    assert ends(5, 300) == 100 + MOST_SWAP_SECONDS
+    assert ends(5, 300) == 100 + MAX_SWAP_SECONDS
     assert ends(60, 300) == 160
     assert ends(5, 1, since=200) == 205
 

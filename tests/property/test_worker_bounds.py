@@ -14,7 +14,7 @@ from inference.worker.engine.prefill_pacing import (
     DEBT_SECONDS,
     LARGEST_DISCOUNT,
     LONGEST_SECONDS,
-    MIN_TOKENS,
+    MIN_STEP_TOKENS,
     MIXED_SECONDS,
     STEP_SECONDS,
     TOKEN_SECONDS,
@@ -113,7 +113,7 @@ def test_stream_waits_for_prompts_within_the_documented_limits(
     as long as a token takes longer than 2 ms.
     """
     drive = Drive(requests)
-    least = machine.prompt * MIN_TOKENS / machine.leeway
+    least = machine.prompt * MIN_STEP_TOKENS / machine.leeway
     held_up = 0.0
     while (turn := drive.turn(machine)) is not None:
         (decoding, prompts, just_begun), step = turn
@@ -157,7 +157,7 @@ def test_only_one_step_is_too_long_after_the_machine_slows_down(
             return
         (decoding, prompts, just_begun), step = turn
         took = used.prompt * step.prefill / used.leeway
-        least = used.prompt * MIN_TOKENS / used.leeway
+        least = used.prompt * MIN_STEP_TOKENS / used.leeway
         bound = max(pace.seconds(decoding, prompts, just_begun=just_begun), least) * stretch(decoding, prompts) * 1.001
         if took > bound:
             assert used is slow
@@ -184,7 +184,7 @@ def test_all_jobs_end_within_a_limited_number_of_steps(machine: Machine, request
             before_it = [
                 other for other in range(len(requests)) if (requests[other][0], other) <= (requests[job][0], job)
             ]
-            pieces = sum(-(-requests[other][1] // (MIN_TOKENS // OLDEST_PART)) for other in before_it)
+            pieces = sum(-(-requests[other][1] // (MIN_STEP_TOKENS // OLDEST_PART)) for other in before_it)
             assert drive.steps - began[job] < pieces + requests[job][2]
 
 

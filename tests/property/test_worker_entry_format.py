@@ -25,7 +25,7 @@ from inference.worker.kv.entry_format import (
     decode_head,
     decode_prefix,
     encode_head,
-    most_head_bytes,
+    max_head_bytes,
     set_progress,
     set_states_sum,
     set_times,
@@ -200,7 +200,7 @@ def test_an_entry_of_another_version_is_invalid(old: bytes, new: bytes, reason: 
 def test_heads_have_a_largest_size() -> None:
     sequence = StoredSequence(array("i", range(1000)), "tenant" * 40, checkpoints=[(at, 0) for at in range(16)])
     head, sizes = encode_head(sequence, {"files": ["model.gguf" * 20]}, 10**9, [10**8] * 16)
-    assert len(head) <= sizes.state_at <= most_head_bytes(1000)
+    assert len(head) <= sizes.state_at <= max_head_bytes(1000)
 
 
 def test_a_part_of_a_head_is_invalid() -> None:

@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.kv.catalog import MOST_CANDIDATES, Catalog, common_prefix
+from inference.worker.kv.catalog import MAX_CANDIDATES, Catalog, common_prefix
 from inference.worker.steps import StoredSequence, sequence_id
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(lambda tokens: array("i", tokens))
@@ -32,7 +32,7 @@ def test_candidates_are_the_longest_prefixes(
     own = [(item, common_prefix(item.tokens, prompt, limit)) for item in stored if item.tenant == tenant]
     expected = sorted((length for _item, length in own if length), reverse=True)
     found = list(catalog.candidates(prompt, tenant, limit))
-    assert [length for _item, length in found] == expected[:MOST_CANDIDATES]
+    assert [length for _item, length in found] == expected[:MAX_CANDIDATES]
     assert {id(item) for item, _length in found} <= {id(item) for item, length in own if length}
 
 
@@ -74,6 +74,6 @@ def test_ids_identify_tokens_and_tenant(
 
 def test_candidates_are_limited() -> None:
     catalog = Catalog()
-    for number in range(3 * MOST_CANDIDATES):
+    for number in range(3 * MAX_CANDIDATES):
         catalog.add(StoredSequence(array("i", [1, number]), ""))
-    assert len(list(catalog.candidates(array("i", [1, 7, 7]), "", 2))) == MOST_CANDIDATES
+    assert len(list(catalog.candidates(array("i", [1, 7, 7]), "", 2))) == MAX_CANDIDATES

@@ -49,7 +49,7 @@ class Bench:
                 clock=lambda: 0.0,
             )
             speculation = EagerSpeculation(source)
-        self.backend = TableBackend(slots=limits.slots, most_outputs=limits.outputs or limits.slots)
+        self.backend = TableBackend(slots=limits.slots, max_outputs=limits.outputs or limits.slots)
         self.delivered: list[Delivery] = []
         self.engine = Engine(
             self.backend, ByteVocabulary(), self._sampler, limits, self.delivered.extend, print, speculation=speculation

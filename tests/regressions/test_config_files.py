@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway import settings_loading
-from headgate.shared.configfile import MOST_BYTES, read_yaml
+from headgate.shared.configfile import MAX_BYTES, read_yaml
 from headgate.shared.errors import ConfigError, Problem
 
 KEY = "sk-CANARY-0123456789"
@@ -134,7 +134,7 @@ def test_file_that_is_too_deep_or_too_large_is_a_problem_with_a_line(tmp_path: P
 
 
 def test_file_beyond_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
-    assert "larger than the limit of 4 MB" in _problem(tmp_path, "#" * (MOST_BYTES + 1)).message
+    assert "larger than the limit of 4 MB" in _problem(tmp_path, "#" * (MAX_BYTES + 1)).message
     endless = tmp_path / "endless.yaml"
     endless.symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match="larger than the limit of 4 MB"):

@@ -66,7 +66,7 @@ class _LimitedTotal(_Narrow):
 
 
 class _Few(BoundedHttp):
-    most_connections = 3
+    max_connections = 3
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ async def test_connection_beyond_the_limit_gets_429_when_all_are_busy(tmp_path: 
 
 
 def test_connection_limit_leaves_descriptors_for_upstream_connections() -> None:
-    assert _bounded_protocol(1024).most_connections == (1024 - OWN_DESCRIPTORS) // 2
-    assert _bounded_protocol(10).most_connections == 1
-    assert _bounded_protocol(10**6).most_connections == MAX_CONNECTIONS
+    assert _bounded_protocol(1024).max_connections == (1024 - OWN_DESCRIPTORS) // 2
+    assert _bounded_protocol(10).max_connections == 1
+    assert _bounded_protocol(10**6).max_connections == MAX_CONNECTIONS
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from inference.authority.lifecycle import Reason
 from inference.devices.checkpoint_support import SuspensionFailure
 from inference.devices.device import Reading
-from inference.devices.reopen_policy import MOST_SECONDS, Reopening
+from inference.devices.reopen_policy import MAX_SECONDS, Reopening
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start
 
@@ -52,4 +52,4 @@ def test_restart_delay_of_a_failing_device_stays_limited() -> None:
     state = Reopening()
     for _ in range(20_000):
         state = state.failed(state.due_at)
-    assert state.failed(0.0).due_at == MOST_SECONDS
+    assert state.failed(0.0).due_at == MAX_SECONDS

@@ -88,7 +88,7 @@ def test_huge_context_is_estimated_from_the_header_without_memory() -> None:
 def test_context_beyond_the_measured_limit_is_estimated_from_the_header() -> None:
     job = {
         "path": str(tiny_gguf.generative()),
-        "parameters": {"context_length": estimate_job.MOST_CELLS + 1, "parallel": 1},
+        "parameters": {"context_length": estimate_job.MAX_CELLS + 1, "parallel": 1},
     }
     assert estimate_job.run(job)["source"] == "header"
 

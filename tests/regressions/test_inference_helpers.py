@@ -31,7 +31,7 @@ class Unkillable:
 
 
 async def test_hanging_helper_is_reaped_later_and_too_many_block_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    hung = [Unkillable() for _ in range(helper_client.MOST_STUCK)]
+    hung = [Unkillable() for _ in range(helper_client.MAX_STUCK)]
     with caplog.at_level(logging.WARNING):
         for process in hung:
             await helper_client._end(cast(Any, process), "nvml", seconds=0.01)

@@ -154,7 +154,7 @@ async def test_prospect_of_a_reducible_model_is_unknown(start: Start) -> None:
     assert isinstance(predictions.of(authority.model("fixed")), Refusal)
 
 
-MOST_SECONDS = 0.02 if sys.gettrace() is None else 0.1
+MAX_SECONDS = 0.02 if sys.gettrace() is None else 0.1
 """Four times the allowed time of a turn, for slow machines; more under a tracer."""
 
 
@@ -189,7 +189,7 @@ def test_plan_among_many_idle_models_is_fast(count: int, devices: int) -> None:
     request, ledger, held = crowd(count, devices)
     decision = plan(request, ledger, held, Policy(1000.0))
     assert decision.result is Result.FULL
-    assert quickest(lambda: plan(request, ledger, held, Policy(1000.0))) < MOST_SECONDS
+    assert quickest(lambda: plan(request, ledger, held, Policy(1000.0))) < MAX_SECONDS
 
 
 def test_prospects_of_fifty_models_are_fast() -> None:
@@ -203,4 +203,4 @@ def test_prospects_of_fifty_models_are_fast() -> None:
     answers = look()
     assert None in answers
     assert any(answers)
-    assert quickest(look) < MOST_SECONDS
+    assert quickest(look) < MAX_SECONDS

@@ -21,7 +21,7 @@ from inference import worker_link
 from inference.api.relay import Flow
 from inference.authority.effects import Checkpoint, StopWorker
 from inference.authority.events import CrashReported
-from inference.authority.quarantine import MOST_IN_A_ROW, Crash
+from inference.authority.quarantine import MAX_IN_A_ROW, Crash
 from inference.authority.runners.worker_runner import Worker, WorkerRunner
 from inference.authority.state import Timing
 from inference.errors import ModelFailed
@@ -277,7 +277,7 @@ def test_error_after_a_partial_frame_is_a_separate_frame(cut: int) -> None:
 
 
 CHAT = "/v1/chat/completions"
-ROW = tuple(f"{number:016x}" for number in range(MOST_IN_A_ROW))
+ROW = tuple(f"{number:016x}" for number in range(MAX_IN_A_ROW))
 ALONE = Crash(ExitCause.ASSERT, "it aborted", alone=True)
 
 

@@ -146,7 +146,7 @@ async def test_file_of_another_version_is_ignored_without_a_log_line(
 
 def test_file_beyond_the_size_limit_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x.json").write_bytes(b" " * 100)
-    assert load_state_file(tmp_path / "x.json", dict, "nothing", most_bytes=99) is None
+    assert load_state_file(tmp_path / "x.json", dict, "nothing", max_bytes=99) is None
     assert "larger than 99 bytes" in caplog.text
 
 

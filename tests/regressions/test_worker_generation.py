@@ -91,7 +91,7 @@ def test_tokens_of_reasoning_and_calls_keep_their_scores(pieces: list[str], expe
 
 
 def test_tokens_of_a_call_beyond_the_limit_keep_their_scores() -> None:
-    outputs = generate(["[f:", "{}", "]", "x[g", ":{}"], ["STOP"], most_calls=1)
+    outputs = generate(["[f:", "{}", "]", "x[g", ":{}"], ["STOP"], max_calls=1)
     assert scored(outputs) == ["[f:", "{}", "]", "x[g", ":{}"]
     parts = [part for output in outputs for part in output.parts]
     assert parts == [CallBegin(0, "f", "call_1"), *(CallArguments(0, c) for c in "{}"), Content("x")]

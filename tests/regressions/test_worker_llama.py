@@ -133,7 +133,7 @@ def test_full_slot_with_an_image_does_not_affect_steps_of_other_slots() -> None:
         assert [lib.llama_memory_seq_pos_max(context.memory, slot) for slot in range(3)] == [40, CONTEXT - 2, 40]
 
 
-MOST_BYTES = 1.5e6
+MAX_BYTES = 1.5e6
 
 
 def test_token_pieces_are_not_cached() -> None:
@@ -148,7 +148,7 @@ def test_token_pieces_are_not_cached() -> None:
         tracemalloc.stop()
         model.close()
     assert model.n_vocab > 20_000 and pieces > 20_000
-    assert kept < MOST_BYTES
+    assert kept < MAX_BYTES
 
 
 def test_context_of_an_encoder_is_limited_to_its_position_table(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import TokenLogprob
 from inference.worker.api import response_writer
-from inference.worker.llama.llama_process import MOST_LINE_CHARS, LogTail
+from inference.worker.llama.llama_process import MAX_LINE_CHARS, LogTail
 from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig
@@ -188,8 +188,8 @@ def test_long_log_line_is_cut_before_it_is_searched() -> None:
     tail = LogTail(echoed.append)
     tail.feed(WARN, "error: unknown model architecture: '" + "llama" * 10**6 + "'\n")
     tail.feed(WARN, "CPU model buffer size = 1.00 MiB\n")
-    assert [len(line) for line in tail.lines] == [MOST_LINE_CHARS, 32]
-    assert len(tail.complaints()) == len(echoed[0]) == MOST_LINE_CHARS
+    assert [len(line) for line in tail.lines] == [MAX_LINE_CHARS, 32]
+    assert len(tail.complaints()) == len(echoed[0]) == MAX_LINE_CHARS
     assert [buffer.bytes for buffer in tail.buffers({})] == [2**20]
 
 
@@ -197,4 +197,4 @@ def test_log_line_without_an_end_is_limited() -> None:
     tail = LogTail(lambda line: None)
     for _ in range(1000):
         tail.feed(CONT, "x" * 10_000)
-    assert len(tail._partial) == MOST_LINE_CHARS
+    assert len(tail._partial) == MAX_LINE_CHARS

@@ -18,7 +18,7 @@ from inference.authority.lifecycle import ACCEPTING, SERVING, Reason
 from inference.authority.pending_commands import MoveCommand
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Placement, Refusal, Result
-from inference.authority.placement.turns import MOST_SWAP_SECONDS, age_rank
+from inference.authority.placement.turns import MAX_SWAP_SECONDS, age_rank
 from inference.authority.pressure.relief import Restriction
 from inference.authority.quarantine import Suspicion
 from inference.authority.retention import Mechanism
@@ -438,7 +438,7 @@ class CheckedWorld(World):
                 assert not worker.leases
                 assert not now.queue.waiters
             if departure.reason is Reason.MEMORY_WANTED and "room for" in " ".join(departure.explanation):
-                swap_seconds = min(MOST_SWAP_SECONDS, was.reload_seconds) if worker.leases else 0.0
+                swap_seconds = min(MAX_SWAP_SECONDS, was.reload_seconds) if worker.leases else 0.0
                 turn_seconds = max(was.spec.min_residency, swap_seconds)
                 assert self.now >= worker.ready_at + turn_seconds, f"{was.id} has had its turn"
 

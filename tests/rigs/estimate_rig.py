@@ -20,7 +20,7 @@ from tests.rigs.tiny_families import Form, path
 from tests.rigs.worker_rig import WorkerRig
 
 MIB = 2**20
-SHARE, LEAST_BYTES = 0.01, 16 * MIB
+SHARE, MIN_BYTES = 0.01, 16 * MIB
 """Allowed difference between allocated and estimated bytes: the larger of the two."""
 
 
@@ -79,7 +79,7 @@ class Outcome:
         for seen in (self.allocated, self.counted):
             for device, count in seen.items():
                 planned = self.predicted.get(device, 0)
-                yield device, count - planned, abs(count - planned) / max(SHARE * planned, LEAST_BYTES)
+                yield device, count - planned, abs(count - planned) / max(SHARE * planned, MIN_BYTES)
 
     @property
     def worst(self) -> float:

@@ -27,7 +27,7 @@ NO_ERROR = "the suite itself has no error"
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. `kinds` None: all kinds; `plants` are names of defects. No fault begins after `most_seconds`.
+    """One run. `kinds` None: all kinds; `plants` are names of defects. No fault begins after `max_seconds`.
 
     With `settles` false, the final checks are left out.
     """
@@ -37,7 +37,7 @@ class Settings:
     gap_seconds: float
     plants: tuple[str, ...] = ()
     kinds: tuple[Any, ...] | None = None
-    most_seconds: float = math.inf
+    max_seconds: float = math.inf
     settles: bool = True
 
 
@@ -82,7 +82,7 @@ def main(suite: Suite) -> int:
     runs: dict[str, Figures] = {}
     if given.events:
         most = 60 * given.minutes
-        settings = suite.settings(given.seed, given.events, given.gap, kinds=kinds, most_seconds=most)
+        settings = suite.settings(given.seed, given.events, given.gap, kinds=kinds, max_seconds=most)
         runs["run"] = _one(suite, settings)
         bars += suite.bars(runs["run"], given.events)
     for name in {"all": list(suite.promises), "none": []}.get(given.plants, given.plants.split(",")):
@@ -175,12 +175,12 @@ async def inject(
     planned: Sequence[Any],
     one: Callable[[Any], Awaitable[None]],
     clock: Callable[[], float],
-    most_at_once: int,
-    most_seconds: float,
+    max_at_once: int,
+    max_seconds: float,
 ) -> None:
     """Starts every event at its time, or when there is room for it; returns when the last one is over."""
     start = clock()
-    room = asyncio.Semaphore(most_at_once)
+    room = asyncio.Semaphore(max_at_once)
 
     async def run(event: Any) -> None:
         try:
@@ -192,7 +192,7 @@ async def inject(
         for event in sorted(planned, key=lambda item: item.at_seconds):
             await asyncio.sleep(max(0.0, start + event.at_seconds - clock()))
             await room.acquire()
-            if clock() - start > most_seconds:
+            if clock() - start > max_seconds:
                 break
             under_way.create_task(run(event), name=f"{event.number} {event.kind}")
 

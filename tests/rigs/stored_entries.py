@@ -1,7 +1,7 @@
 """Entries whose content follows from a number, in an arena or on disk; also written by processes that are killed.
 
 python -m tests.rigs.stored_entries arena HANDLE SEED
-python -m tests.rigs.stored_entries disk DIRECTORY MOST_BYTES SEED
+python -m tests.rigs.stored_entries disk DIRECTORY MAX_BYTES SEED
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def state_of(number: int) -> bytes:
     return chosen.randbytes(1000) * chosen.choice((1, 30, 400, 3000))
 
 
-def put(arena: Arena, number: int, most_bytes: int = PLENTY) -> Region:
+def put(arena: Arena, number: int, max_bytes: int = PLENTY) -> Region:
     """Writes an entry to an arena."""
     head, sizes = encode_head(sequence_of(number), KEY, len(state_of(number)), [])
-    region = arena.allocate(sizes.all_bytes, most_bytes)
+    region = arena.allocate(sizes.all_bytes, max_bytes)
     state = state_of(number)
     for at in range(0, len(state), 2**18):  # in pieces, so that a process may be killed between them
         piece = state[at : at + 2**18]
@@ -108,10 +108,10 @@ def _use_arena(handle: int, seed: int) -> None:
             arena.prepare(2**21, 2**22)
 
 
-def _use_disk(directory: str, most_bytes: int, seed: int) -> None:
+def _use_disk(directory: str, max_bytes: int, seed: int) -> None:
     """Writes files until it is killed."""
     chosen = random.Random(seed)
-    tier = DiskTier(Path(directory), KEY, most_bytes)
+    tier = DiskTier(Path(directory), KEY, max_bytes)
     _begun()
     while True:
         write(tier, seed * 1000 + chosen.randrange(30))

@@ -35,7 +35,7 @@ class TableBackend(FakeBackend):
     """Computes `logits_after` for each token whose logits are needed; others may not be read."""
 
     outputs: list[np.ndarray | None] = field(default_factory=list)
-    most_outputs: int = 1000
+    max_outputs: int = 1000
 
     def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
         """Checks positions and outputs, and takes the tokens."""
@@ -50,7 +50,7 @@ class TableBackend(FakeBackend):
                     wanted = row.every or (row.sample and end == len(text))
                     pair = [0, 0, *text[:end]][-2:]
                     self.outputs.append(logits_after(*pair) if wanted else None)
-            assert sum(output is not None for output in self.outputs) <= self.most_outputs
+            assert sum(output is not None for output in self.outputs) <= self.max_outputs
         return status, last
 
     def logits(self, index: int) -> np.ndarray:

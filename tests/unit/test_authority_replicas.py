@@ -124,7 +124,7 @@ def test_turns_of_a_conversation_go_to_the_same_replica() -> None:
 
 
 def test_only_the_last_conversations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.authority.handlers.running.replicas.MOST_CONVERSATIONS", 2)
+    monkeypatch.setattr("inference.authority.handlers.running.replicas.MAX_CONVERSATIONS", 2)
     world = both_loaded(parallel=8)
     for name in ("x", "y", "x", "z"):
         world.want("a", conversation=name)

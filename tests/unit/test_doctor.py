@@ -270,7 +270,7 @@ def test_lock_space_and_providers_without_a_key_are_reported(
     )
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("HEADGATE_LOCK_DIR", str(place / "none"))
-    monkeypatch.setattr(service_checks, "LEAST_DISK_BYTES", 2**60)
+    monkeypatch.setattr(service_checks, "MIN_DISK_BYTES", 2**60)
     status, found = run(capsys)
     assert (status, found["lock"]["level"]) == (1, "problem")
     assert "HEADGATE_LOCK_DIR" in found["lock"]["advice"]

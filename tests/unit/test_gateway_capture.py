@@ -9,7 +9,7 @@ import pytest
 
 from gateway.apis.openai.frames import Data, DeltaKind
 from gateway.apis.openai.openai_api import OpenAIWriter
-from gateway.usage.capture import MOST_BYTES, CapturingWriter, kept_text, redacted
+from gateway.usage.capture import MAX_BYTES, CapturingWriter, kept_text, redacted
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_answer_that_ended_in_an_error_is_kept_with_it() -> None:
 
 def test_beginning_of_a_long_answer_is_kept() -> None:
     writer = CapturingWriter(OpenAIWriter(include_usage=False))
-    piece = _chunk("x" * MOST_BYTES)
+    piece = _chunk("x" * MAX_BYTES)
     for _ in range(20):
         writer.write([piece])
-    assert MOST_BYTES < len(writer.answer()) < 17 * MOST_BYTES
-    assert len(kept_text(writer.answer())) == MOST_BYTES
+    assert MAX_BYTES < len(writer.answer()) < 17 * MAX_BYTES
+    assert len(kept_text(writer.answer())) == MAX_BYTES

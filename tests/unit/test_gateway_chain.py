@@ -22,7 +22,7 @@ from gateway.routing.candidate_outcomes import (
     ran_out_of_time,
 )
 from gateway.routing.chain import (
-    MOST_NODES,
+    MAX_NODES,
     Candidate,
     Drop,
     Dropped,
@@ -406,5 +406,5 @@ def test_candidate_on_a_node_is_the_same_candidate() -> None:
     assert candidate.on("n0") is first
     assert first.on("n1").on("n0") is first, "requests that go from node to node make no further candidates"
     assert (candidate.provider_key, candidate.place) == ("local", "local/demo")
-    found = [candidate.on(f"n{number}").node for number in range(MOST_NODES + 2)]
-    assert found[-1] == f"n{MOST_NODES + 1}"
+    found = [candidate.on(f"n{number}").node for number in range(MAX_NODES + 2)]
+    assert found[-1] == f"n{MAX_NODES + 1}"

@@ -47,7 +47,7 @@ class Outage:
     reached: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
     probing: int = 0
-    most_probing: int = 0
+    max_probing: int = 0
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ class _Count:
 
     def __enter__(self) -> None:
         self.outage.probing += self.counts
-        self.outage.most_probing = max(self.outage.most_probing, self.outage.probing)
+        self.outage.max_probing = max(self.outage.max_probing, self.outage.probing)
 
     def __exit__(self, *_: object) -> None:
         self.outage.probing -= self.counts
@@ -180,7 +180,7 @@ def test_outage_of_inference_service_costs_at_most_four_requests(how: str) -> No
         outage = virtual_time.run(_outage("local", how, offset / 2))
         assert len(outage.reached) <= 4
         assert outage.back_after <= 10.0
-        assert outage.most_probing == 1
+        assert outage.max_probing == 1
 
 
 @pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent", "cut", "head only", "stalled"])
@@ -189,7 +189,7 @@ def test_outage_of_cloud_costs_at_most_six_requests(how: str) -> None:
         outage = virtual_time.run(_outage("cloud", how, offset / 2))
         assert len(outage.reached) <= 6
         assert outage.back_after <= Rule().open + PERIOD
-        assert outage.most_probing == 1
+        assert outage.max_probing == 1
 
 
 @pytest.mark.parametrize(("thinks", "head_only", "stalled"), [(3.5, 6, 6), (6.0, 7, 6), (20.0, 12, 6)])
@@ -205,7 +205,7 @@ def test_recovered_local_model_is_used_within_ten_seconds() -> None:
         outage = virtual_time.run(_outage("local", "model failed", offset / 2))
         assert len(outage.reached) <= 5, "each is a failure of the model"
         assert outage.back_after <= 10.0
-        assert outage.most_probing == 1
+        assert outage.max_probing == 1
 
 
 @pytest.mark.parametrize("provider", ["local", "cloud"])
@@ -217,7 +217,7 @@ def test_fifty_clients_at_half_open_send_one_probe(provider: str) -> None:
     assert outage.used.count(returned) == 1
     following = next(outage.used.count(moment) for moment in sorted(set(outage.used)) if moment > returned)
     assert (following == 50) is (provider == "local"), "the ramp sends the others to the next tier"
-    assert outage.most_probing == 1
+    assert outage.max_probing == 1
 
 
 async def _any(provider: str, how: str, away: list[tuple[float, float]], at_once: int) -> Outage:
@@ -243,7 +243,7 @@ def test_random_outages_have_one_probe_at_a_time_and_end(
     provider: str, how: str, away: list[tuple[float, float]], at_once: int
 ) -> None:
     outage = virtual_time.run(_any(provider, how, away, at_once))
-    assert outage.most_probing <= 1
+    assert outage.max_probing <= 1
     # after two false recoveries only the end of the open period counts
     soonest = 10.0 if len(away) == 1 else Rule().open + 10.0
     assert outage.back_after <= (soonest if provider == "local" else 34.0 + FIRST_TOKEN)

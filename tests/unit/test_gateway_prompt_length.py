@@ -13,7 +13,7 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.local_provider import REMEMBERED, Counter
 from gateway.routing.candidate_checks import (
-    LEAST_BYTES_PER_TOKEN,
+    MIN_BYTES_PER_TOKEN,
     TEMPLATE_TOKENS,
     Fit,
     about_tokens,
@@ -59,7 +59,7 @@ def test_only_prompts_near_the_context_length_are_counted() -> None:
 
 @given(st.integers(0, 10**6), st.none() | st.integers(0, 10**6), st.integers(1, 10**6), st.data())
 def test_prompt_that_is_not_counted_fits(size: int, most: int | None, context: int, data: st.DataObject) -> None:
-    tokens = data.draw(st.integers(0, size // LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS))
+    tokens = data.draw(st.integers(0, size // MIN_BYTES_PER_TOKEN + TEMPLATE_TOKENS))
     if certainly_fits(size, most, context):
         assert fit(tokens, most, context) is Fit.WHOLE
 

@@ -139,7 +139,7 @@ def _requests(directory: Path) -> int:
 def test_rows_are_kept_until_the_file_can_be_used_and_the_log_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_writer, "MOST_WAITING", 3)
+    monkeypatch.setattr(usage_writer, "MAX_WAITING", 3)
     (tmp_path / NAME).write_bytes(b"not a database" * 100)
     rig = _Writer(tmp_path)
     caplog.set_level(logging.INFO, "gateway.usage")

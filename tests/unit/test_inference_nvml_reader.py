@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.devices.nvml_reader import NvmlReader
-from inference.devices.reopen_policy import EXHAUSTED_AFTER, MOST_SECONDS, Reopening
+from inference.devices.reopen_policy import EXHAUSTED_AFTER, MAX_SECONDS, Reopening
 from inference.devices.signs import Sign
 from inference.workers.helper_client import HelperError, ServingHelper
 
@@ -174,7 +174,7 @@ def test_pauses_between_restarts_grow_to_a_limit() -> None:
         assert state.is_due(state.due_at)
         assert state.is_due(100.0) is (pauses[-1] == 0)
     assert pauses == [0, 1, 2, 4, 8, 8, 8, 8]
-    assert pauses[-1] == MOST_SECONDS
+    assert pauses[-1] == MAX_SECONDS
 
 
 def test_several_rejected_new_processes_exhaust_the_restarts() -> None:
@@ -202,6 +202,6 @@ def test_pauses_never_exceed_the_limit(failures: list[tuple[float, bool]]) -> No
     for now, is_refused in failures:
         before = state
         state = state.failed(now, is_refused=is_refused)
-        assert now <= state.due_at <= now + MOST_SECONDS
+        assert now <= state.due_at <= now + MAX_SECONDS
         assert state.failures == before.failures + 1
         assert state.refused <= state.failures

@@ -21,8 +21,8 @@ from inference.estimate.header_formula import Parts
 from inference.estimate.headroom import (
     ENOUGH_GOOD,
     HALF_LIFE_SECONDS,
-    LEAST_BYTES,
-    MOST_SHARE,
+    MAX_SHARE,
+    MIN_BYTES,
     Headroom,
     after_normal_end,
     decayed,
@@ -31,7 +31,7 @@ from inference.estimate.headroom import (
 )
 from inference.estimate.headrooms import Headrooms
 from inference.estimate.layers import Sizes
-from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MOST_BYTES, Overheads, shape_of
+from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MAX_BYTES, Overheads, shape_of
 from inference.settings import ModelSpec
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
@@ -83,7 +83,7 @@ def test_overhead_above_the_default_is_used_at_once(state: StateDir) -> None:
 
 def test_implausible_overhead_is_ignored(state: StateDir) -> None:
     overheads = Overheads(state)
-    overheads.learn(CARD, MOST_BYTES + 1)
+    overheads.learn(CARD, MAX_BYTES + 1)
     simulated = replace(CARD, kind="sim", context_bytes=0)
     overheads.learn(simulated, 100 * MIB)
     assert (overheads.of(CARD), overheads.of(simulated)) == (GPU_OVERHEAD_BYTES, 0)
@@ -165,7 +165,7 @@ def test_failures_of_loading_and_of_computing_are_separate() -> None:
 
 
 def test_headroom_of_a_tiny_model_is_one_mebibyte() -> None:
-    assert grown(Headroom(), 0, 0.0, computing=True).compute_bytes == LEAST_BYTES
+    assert grown(Headroom(), 0, 0.0, computing=True).compute_bytes == MIN_BYTES
 
 
 def test_three_good_ends_halve_headroom_and_a_small_rest_is_dropped() -> None:
@@ -211,7 +211,7 @@ def test_headroom_is_bounded(shortages: list[tuple[bool, float]], need: int) -> 
     for computing, now in shortages:
         room = grown(room, need, now, computing=computing)
         for count in (room.load_bytes, room.compute_bytes):
-            assert 0 <= count <= max(need // MOST_SHARE, need // 16, LEAST_BYTES)
+            assert 0 <= count <= max(need // MAX_SHARE, need // 16, MIN_BYTES)
         assert not room.is_empty
 
 

@@ -12,8 +12,8 @@ from inference.authority.handlers.running.thread_shares import shares
 from inference.authority.placement.ledger import Account, Ledger, LedgerError
 from inference.authority.placement.plan import EvictionState, Held, Option, Placement, Policy, Request, plan
 from inference.authority.placement.smaller_settings import (
-    LEAST_REDUCED_CONTEXT,
-    LEAST_UBATCH,
+    MIN_REDUCED_CONTEXT,
+    MIN_UBATCH,
     REST_SECONDS,
     Reduction,
     Step,
@@ -157,10 +157,10 @@ def test_each_step_restarts_the_rest() -> None:
 
 def test_sizes_have_a_minimum() -> None:
     """A quarter of the batch, half of the context; None below the minimum."""
-    assert [smaller_ubatch(count) for count in (512, 64, LEAST_UBATCH, 1)] == [128, LEAST_UBATCH, None, None]
-    assert [smaller_context(count) for count in (4096, 300, LEAST_REDUCED_CONTEXT)] == [
+    assert [smaller_ubatch(count) for count in (512, 64, MIN_UBATCH, 1)] == [128, MIN_UBATCH, None, None]
+    assert [smaller_context(count) for count in (4096, 300, MIN_REDUCED_CONTEXT)] == [
         2048,
-        LEAST_REDUCED_CONTEXT,
+        MIN_REDUCED_CONTEXT,
         None,
     ]
 

@@ -6,8 +6,8 @@ import pytest
 
 from inference.authority.quarantine import (
     CONFIRMED_SECONDS,
-    MOST_CASES,
-    MOST_IN_A_ROW,
+    MAX_CASES,
+    MAX_IN_A_ROW,
     SUSPECT_SECONDS,
     TABLE,
     Crash,
@@ -86,13 +86,13 @@ def test_cases_expire(crashes: list[Crash], seconds: float) -> None:
 
 def test_crashes_of_a_model_that_never_answers_are_not_attributed_to_its_requests() -> None:
     quarantine = Quarantine()
-    for number in range(MOST_IN_A_ROW):
+    for number in range(MAX_IN_A_ROW):
         quarantine = _after(TOGETHER, ALONE, key=f"k{number}", quarantine=quarantine)
-    assert all(quarantine.suspicion(f"k{number}", 1.0) is _S.CONFIRMED for number in range(MOST_IN_A_ROW))
+    assert all(quarantine.suspicion(f"k{number}", 1.0) is _S.CONFIRMED for number in range(MAX_IN_A_ROW))
     quarantine = _after(TOGETHER, ALONE, key="last", quarantine=quarantine)
     assert quarantine.doubted
     assert quarantine.suspicion("last", 1.0) is _S.SUSPECT
-    assert all(quarantine.suspicion(f"k{number}", 1.0) is _S.NONE for number in range(MOST_IN_A_ROW))
+    assert all(quarantine.suspicion(f"k{number}", 1.0) is _S.NONE for number in range(MAX_IN_A_ROW))
     quarantine = quarantine.crashed("last", ALONE, 1.0)
     assert quarantine.suspicion("last", 1.0) is _S.SUSPECT, "no request is confirmed while the model is doubted"
     quarantine = quarantine.answered("other").crashed("last", ALONE, 2.0)
@@ -101,9 +101,9 @@ def test_crashes_of_a_model_that_never_answers_are_not_attributed_to_its_request
 
 def test_oldest_case_is_dropped_over_the_limit() -> None:
     quarantine = Quarantine()
-    for number in range(MOST_CASES + 5):
+    for number in range(MAX_CASES + 5):
         quarantine = quarantine.crashed(f"k{number}", TOGETHER, float(number) / 1000)
-    assert len(quarantine.cases) == MOST_CASES
+    assert len(quarantine.cases) == MAX_CASES
     assert quarantine.suspicion("k4", 1.0) is _S.NONE
     assert quarantine.suspicion("k5", 1.0) is _S.SUSPECT
 

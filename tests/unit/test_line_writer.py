@@ -44,7 +44,7 @@ def test_lines_are_complete_and_in_order(pipe: tuple[int, int]) -> None:
 def test_lines_beyond_the_limit_are_dropped_and_counted(pipe: tuple[int, int], blocking: bool) -> None:
     """The line with the count is in the place of the dropped lines."""
     os.set_blocking(pipe[1], blocking)
-    lines = LineWriter(pipe[1], lambda count: f"(dropped) {count}", most_bytes=10_000)
+    lines = LineWriter(pipe[1], lambda count: f"(dropped) {count}", max_bytes=10_000)
     for number in range(10_000):
         lines.put(f"line {number}")
     lines.flush(0.01)
@@ -63,7 +63,7 @@ def test_lines_beyond_the_limit_are_dropped_and_counted(pipe: tuple[int, int], b
 
 
 def test_line_larger_than_the_limit_is_written_when_the_buffer_is_empty(pipe: tuple[int, int]) -> None:
-    lines = LineWriter(pipe[1], most_bytes=100)
+    lines = LineWriter(pipe[1], max_bytes=100)
     lines.put("x" * 9000)
     lines.put("dropped")
     assert os.read(pipe[0], 1) == b"x"

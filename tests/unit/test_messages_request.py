@@ -80,9 +80,9 @@ def test_request_is_typed_and_keeps_its_origin() -> None:
 
 def test_max_tokens_of_an_agent_is_only_an_upper_bound() -> None:
     request = parse(json.dumps(body(max_tokens=32_000)).encode())
-    assert (request.most_tokens(8192), request.most_tokens(64_000)) == (8192, 32_000)
+    assert (request.answer_limit(8192), request.answer_limit(64_000)) == (8192, 32_000)
     plain = generation_request.typed(Endpoint.CHAT, request.body, 1)
-    assert plain.most_tokens(8192) == 32_000
+    assert plain.answer_limit(8192) == 32_000
 
 
 def test_counting_needs_no_max_tokens() -> None:

@@ -91,9 +91,9 @@ def test_directory_may_be_missing_or_huge(tmp_path: Path, monkeypatch: pytest.Mo
     assert load(tmp_path).models == {}
     put(tmp_path / "models", *(f"m{number}.gguf" for number in range(9)), "a/b/c/d/e/deep.gguf")
     assert len(load(tmp_path).models) == 9
-    monkeypatch.setattr(models_dir, "MOST_FILES", 4)
+    monkeypatch.setattr(models_dir, "MAX_FILES", 4)
     assert len(load(tmp_path).models) == 4
-    monkeypatch.setattr(models_dir, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(models_dir, "MAX_ENTRIES", 3)
     assert len(load(tmp_path).models) == 2
 
 

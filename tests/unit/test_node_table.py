@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gateway.nodes.node_table import MOST_COLD, MOST_LOADED, NameSet, NodeTable
+from gateway.nodes.node_table import MAX_COLD, MAX_LOADED, NameSet, NodeTable
 from inference.protocol import ModelState, ModelStatus
 
 READY, COLD = ModelState.READY, ModelState.COLD
@@ -54,11 +54,11 @@ def test_a_request_considers_few_nodes() -> None:
     for number in range(200):
         table.update(f"n{number}", statuses(READY if number < 100 else COLD, "m", "n"))
     found = table.nodes_for("m", random.Random(1).random)
-    assert 5 < len(set(found)) == len(found) <= MOST_LOADED + MOST_COLD
+    assert 5 < len(set(found)) == len(found) <= MAX_LOADED + MAX_COLD
     assert table.nodes_for("unknown", random.Random(1).random) == []
     for number in range(100):
         table.update_model(f"n{number}", ModelStatus("n", COLD))
-    assert 0 < len(table.nodes_for("n", random.Random(1).random)) <= MOST_COLD
+    assert 0 < len(table.nodes_for("n", random.Random(1).random)) <= MAX_COLD
 
 
 def test_requests_of_a_node_are_those_of_all_its_models() -> None:

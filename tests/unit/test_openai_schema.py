@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from gateway.apis.messages.messages_request import parse as parse_messages
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
-from gateway.providers.openai.openai_request import is_strict, most_tokens
+from gateway.providers.openai.openai_request import answer_limit, is_strict
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import openai_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS
@@ -165,7 +165,7 @@ def test_strictness_of_an_openai_request_is_not_changed() -> None:
     ],
 )  # fmt: skip
 def test_limit_of_answers_follows_from_the_model_name(model: str, most: int | None) -> None:
-    assert most_tokens(model) == most
+    assert answer_limit(model) == most
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.nodes.prefix_blocks import BLOCK_BYTES, MOST_BLOCKS, PrefixBlocks, prefix_blocks, prefix_salt
+from gateway.nodes.prefix_blocks import BLOCK_BYTES, MAX_BLOCKS, PrefixBlocks, prefix_blocks, prefix_salt
 
 SALT = prefix_salt(b"secret", "tenant", "m")
 SYSTEM = {"role": "system", "content": "You are a miller."}
@@ -69,8 +69,8 @@ def test_blocks_are_small_and_their_number_is_bounded() -> None:
     ends = (0, *long.end_bytes)
     assert all(0 < end - start <= BLOCK_BYTES for start, end in itertools.pairwise(ends))
     assert len(long.hashes) == 10
-    huge = chat({"role": "user", "content": "x" * (MOST_BLOCKS * BLOCK_BYTES * 2)}, FIRST, LATER[0], SYSTEM)
-    assert len(huge.hashes) == len(huge.end_bytes) == MOST_BLOCKS == huge.first_turn
+    huge = chat({"role": "user", "content": "x" * (MAX_BLOCKS * BLOCK_BYTES * 2)}, FIRST, LATER[0], SYSTEM)
+    assert len(huge.hashes) == len(huge.end_bytes) == MAX_BLOCKS == huge.first_turn
 
 
 def test_text_prompts_have_blocks_and_other_requests_none() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.nodes.prefix_blocks import PrefixBlocks
-from gateway.nodes.prefix_index import LAST_BLOCKS, MOST_NODES, PrefixIndex
+from gateway.nodes.prefix_index import LAST_BLOCKS, MAX_NODES, PrefixIndex
 from gateway.nodes.prefixes import Prefixes
 
 LONG = PrefixBlocks(("h1", "h2", "h3", "h4"), (10, 20, 30, 40), 1)
@@ -69,7 +69,7 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
 
 
 def test_the_bound_of_all_blocks_is_divided_among_the_nodes() -> None:
-    index = PrefixIndex(most_blocks=4)
+    index = PrefixIndex(max_blocks=4)
     index.note("a", ["h1", "h2", "h3"])
     index.note("b", ["x1"])
     index.note("a", ["h1", "h2", "h3"])
@@ -83,5 +83,5 @@ def test_a_beginning_that_many_nodes_have_is_credited_to_the_nodes_in_question()
     index.note("n3", ["h1", "h2"])
     found = index.best(LONG, ["n7", "n3", "other"])
     assert (found["n3"], found["n7"], "other" in found) == (20, 10, False)
-    assert len(found) <= MOST_NODES + 2
-    assert len(index.best(LONG)) == MOST_NODES
+    assert len(found) <= MAX_NODES + 2
+    assert len(index.best(LONG)) == MAX_NODES

@@ -10,11 +10,11 @@ import pytest
 from headgate.shared.kv_hint import KvHint
 from inference.authority.views.event_bus import Bus
 from inference.authority.views.prefix_labels import PrefixLabels
-from inference.protocol import MOST_PREFIX_HASHES, prefix_hashes
+from inference.protocol import MAX_PREFIX_HASHES, prefix_hashes
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.kv.catalog import Catalog
 from inference.worker.kv.entry_format import Progress, decode_head, encode_head, set_progress
-from inference.worker.kv.labels import MOST_OF_A_SEQUENCE, Labels, with_labels
+from inference.worker.kv.labels import MAX_OF_A_SEQUENCE, Labels, with_labels
 from inference.worker.kv.slots import Slots
 from inference.worker.steps import Job, Limits, StoredSequence
 
@@ -44,7 +44,7 @@ def test_malformed_header_is_refused(value: str) -> None:
 
 
 def test_header_has_up_to_32_hashes() -> None:
-    hashes = tuple(f"{number:016x}" for number in range(MOST_PREFIX_HASHES))
+    hashes = tuple(f"{number:016x}" for number in range(MAX_PREFIX_HASHES))
     assert prefix_hashes(",".join(hashes)) == hashes
 
 
@@ -118,7 +118,7 @@ def test_labels_of_a_stored_sequence_are_part_of_its_entry() -> None:
 def test_longest_beginnings_keep_their_labels() -> None:
     labels = with_labels({"known": 1}, ["known", "new"], 5)
     assert labels == {"known": 1, "new": 5}
-    many = [f"{number}" for number in range(MOST_OF_A_SEQUENCE)]
+    many = [f"{number}" for number in range(MAX_OF_A_SEQUENCE)]
     assert list(with_labels(labels, many, 9)) == many
 
 

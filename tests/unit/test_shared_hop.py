@@ -118,7 +118,7 @@ async def test_connection_is_reused_after_a_complete_answer_only() -> None:
         assert server.connections == 1
         server.answer = CHUNKED + b"3\r\none\r\n"
         answer = await client.post("/", b"", {})
-        assert await answer.whole(most_bytes=2) == b"one"
+        assert await answer.whole(max_bytes=2) == b"one"
         answer.close()
         await server.closed.wait()
         server.answer = OK + b"content-length: 0\r\n\r\n"

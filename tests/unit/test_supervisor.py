@@ -15,7 +15,7 @@ from headgate.supervisor import Child, RestartDelays, Supervisor, describe
 from tests.rigs.processes import is_alive
 from tests.rigs.stack import until
 
-QUICK = RestartDelays(first_seconds=0.01, most_seconds=0.04, healthy_seconds=60.0)
+QUICK = RestartDelays(first_seconds=0.01, max_seconds=0.04, healthy_seconds=60.0)
 
 
 @dataclass
@@ -217,7 +217,7 @@ async def test_long_and_unfinished_lines_are_complete(output: Output) -> None:
 
 async def test_delay_doubles_after_each_exit_and_starts_again_after_a_healthy_run(output: Output) -> None:
     """Each run counts as healthy when `healthy_seconds` is 0."""
-    quick = RestartDelays(first_seconds=0.001, most_seconds=0.004, healthy_seconds=60.0)
+    quick = RestartDelays(first_seconds=0.001, max_seconds=0.004, healthy_seconds=60.0)
     for delays, expected in (
         (quick, ["0.001", "0.002", "0.004", "0.004"]),
         (replace(quick, healthy_seconds=0.0), ["0.001"] * 4),

@@ -10,8 +10,8 @@ from gateway.routing.explain_record import AttemptRecord, Record
 from gateway.telemetry import traffic_counters
 from gateway.telemetry.traffic_counters import Finished, TrafficCounters, percentile
 from gateway.ui.page_state import (
-    MOST_FINISHED,
-    MOST_NEW,
+    MAX_FINISHED,
+    MAX_NEW,
     LiveFigures,
     ShownRequests,
     first_requests,
@@ -149,11 +149,11 @@ def test_each_change_of_a_request_is_sent_once() -> None:
 
 def test_all_ends_of_running_requests_and_the_last_new_ones_are_sent() -> None:
     shown = ShownRequests()
-    running = [Record(str(number), float(number), "") for number in range(MOST_NEW + 5)]
+    running = [Record(str(number), float(number), "") for number in range(MAX_NEW + 5)]
     assert shown.changed(running) == running
     for record in running:
         record.note_end(1.0)
-    new = [Record(f"new {number}", 1000.0 + number, "") for number in range(MOST_NEW + 5)]
+    new = [Record(f"new {number}", 1000.0 + number, "") for number in range(MAX_NEW + 5)]
     for record in new:
         record.note_end(1.0)
     assert shown.changed(new) == [*running, *new[5:]], "the running ones are no longer in the store"
@@ -161,11 +161,11 @@ def test_all_ends_of_running_requests_and_the_last_new_ones_are_sent() -> None:
 
 
 def test_page_begins_with_all_running_and_the_last_finished_requests() -> None:
-    records = [Record(str(number), float(number), "", key="ab"[number % 2]) for number in range(MOST_FINISHED + 10)]
+    records = [Record(str(number), float(number), "", key="ab"[number % 2]) for number in range(MAX_FINISHED + 10)]
     for record in records[1:]:
         record.note_end(1.0)
     found = first_requests(reversed(records), None)
-    assert len(found) == MOST_FINISHED + 1
+    assert len(found) == MAX_FINISHED + 1
     assert [found[0]["id"], found[1]["id"], found[-1]["id"]] == ["0", "10", "209"]
     assert {item["key"] for item in first_requests(records, "b")} == {"b"}
     assert len(first_requests(records, "a")) == 105
@@ -214,11 +214,11 @@ def test_times_of_a_model_are_those_of_the_last_five_minutes() -> None:
 
 def test_memory_of_counters_is_bounded() -> None:
     counters = TrafficCounters()
-    for number in range(traffic_counters.MOST_MODELS + 1):
+    for number in range(traffic_counters.MAX_MODELS + 1):
         counters.note(Finished(model=str(number), ttft_seconds=1.0), 0.0)
     assert counters.times("0", 0.0) == (None, None)
     assert counters.times("1", 0.0) == (1.0, 1.0)
-    for _ in range(traffic_counters.MOST_TIMES + 1):
+    for _ in range(traffic_counters.MAX_TIMES + 1):
         counters.note(Finished(model="1", ttft_seconds=2.0), 0.0)
     assert counters.times("1", 0.0) == (2.0, 2.0)
-    assert len(counters._minutes[-1].times) == traffic_counters.MOST_TIMES
+    assert len(counters._minutes[-1].times) == traffic_counters.MAX_TIMES

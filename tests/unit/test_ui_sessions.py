@@ -36,11 +36,11 @@ def test_only_digests_of_session_tokens_are_held() -> None:
 
 def test_session_without_a_request_for_longest_ends_when_there_are_too_many() -> None:
     held = Sessions()
-    for number in range(sessions.MOST_SESSIONS):
+    for number in range(sessions.MAX_SESSIONS):
         held.begin(str(number), "", b"", 0.0)
     held.find("0", 1.0)
     held.begin("new", "", b"", 2.0)
-    assert len(held) == sessions.MOST_SESSIONS
+    assert len(held) == sessions.MAX_SESSIONS
     assert held.find("1", 2.0) is None
     assert held.find("0", 2.0) is not None
 
@@ -69,7 +69,7 @@ def test_old_failures_and_old_addresses_are_forgotten() -> None:
     assert limit.wait_seconds("a", later) == 0.0
     for _ in range(5):
         limit.failed("a", later)
-    for number in range(sessions.MOST_ADDRESSES):
+    for number in range(sessions.MAX_ADDRESSES):
         limit.failed(str(number), later)
     assert limit.wait_seconds("a", later) == 0.0
 

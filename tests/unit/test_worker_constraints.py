@@ -14,7 +14,7 @@ import pytest
 
 from inference.worker.backend import Mask
 from inference.worker.constraints import Compiler
-from inference.worker.constraints.compiler import MOST_AHEAD, _Compiled, reason
+from inference.worker.constraints.compiler import MAX_AHEAD, _Compiled, reason
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.dialects.forms import (
     AnyText,
@@ -457,7 +457,7 @@ def test_vocabulary_is_read_once() -> None:
 
 def test_very_large_vocabulary_is_read_with_the_first_constraint() -> None:
     vocabulary = Counted()
-    vocabulary.n_vocab = MOST_AHEAD + 1
+    vocabulary.n_vocab = MAX_AHEAD + 1
     compiler = Compiler(vocabulary)
     compiler.read_vocabulary()
     assert vocabulary.reads == 0

@@ -14,9 +14,9 @@ from inference.authority.handlers.queries.plan_inputs import excess
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from inference.worker.backend import Decode
-from inference.worker.engine.draft_model import MOST_FAILURES, PIECE_SECONDS, DraftModel
-from inference.worker.engine.prefill_pacing import MIN_TOKENS
-from inference.worker.llama.draft_loading import MOST_PADDING, vocabulary_difference
+from inference.worker.engine.draft_model import MAX_FAILURES, PIECE_SECONDS, DraftModel
+from inference.worker.engine.prefill_pacing import MIN_STEP_TOKENS
+from inference.worker.llama.draft_loading import MAX_PADDING, vocabulary_difference
 from inference.worker.steps import Candidate
 from inference.worker_link import Buffer, Ready
 from tests.rigs.table_backend import LETTERS, TableBackend, logits_after
@@ -105,7 +105,7 @@ def test_long_prompt_is_computed_in_pieces_of_limited_time() -> None:
     bench = Bench(step_seconds=0.001)
     text = (TEXT * 3)[:500]
     assert bench.propose(text) == []
-    assert bench.backend.batches == [[(0, 0, MIN_TOKENS)]]
+    assert bench.backend.batches == [[(0, 0, MIN_STEP_TOKENS)]]
     assert bench.draft.seconds == 0.0, "only the time of proposals counts"
     assert bench.draft.behind(Candidate(1, 0, array("i", text), 1)) == 500
     steps = 1
@@ -116,7 +116,7 @@ def test_long_prompt_is_computed_in_pieces_of_limited_time() -> None:
     slow = Bench(step_seconds=10 * PIECE_SECONDS)
     for _ in range(5):
         assert slow.propose(text) == []
-    assert slow.backend.batches == [[(0, at * MIN_TOKENS, MIN_TOKENS)] for at in range(5)]
+    assert slow.backend.batches == [[(0, at * MIN_STEP_TOKENS, MIN_STEP_TOKENS)] for at in range(5)]
 
 
 def test_next_turn_of_a_conversation_continues_its_slot() -> None:
@@ -180,9 +180,9 @@ def test_error_leaves_steps_without_proposals_and_three_end_them() -> None:
     assert bench.backend.held == [[], [], []]
     assert bench.proposed(TEXT[:11]) == likeliest(TEXT[:11], 4)
     bench.backend.fates = deque([Decode.NO_ROOM] * 99)
-    for _ in range(MOST_FAILURES + 2):
+    for _ in range(MAX_FAILURES + 2):
         assert bench.propose(TEXT[:20]) == []
-    assert len(bench.backend.fates) == 99 - MOST_FAILURES
+    assert len(bench.backend.fates) == 99 - MAX_FAILURES
 
 
 class Words:
@@ -199,8 +199,8 @@ class Words:
     ("draft", "difference"),
     [
         (Words(500), None),
-        (Words(500 - MOST_PADDING), None),
-        (Words(500 + MOST_PADDING + 1), "it has 629 tokens instead of 500"),
+        (Words(500 - MAX_PADDING), None),
+        (Words(500 + MAX_PADDING + 1), "it has 629 tokens instead of 500"),
         (Words(500, bos=None), "its BOS token is None instead of 0"),
         (Words(500, eos=2), "its EOS token is 2 instead of 1"),
         (Words(500, other=300), "its token 300 is b'other' instead of b'300'"),

@@ -19,16 +19,16 @@ from inference.worker.engine.prefill_pacing import (
     DEBT_SECONDS,
     LARGEST_DISCOUNT,
     LONGEST_SECONDS,
-    MIN_TOKENS,
+    MIN_STEP_TOKENS,
     MIXED_SECONDS,
     STEP_SECONDS,
     TOKEN_SECONDS,
     Pace,
 )
 from inference.worker.engine.scheduler import LAST_PART, Scheduler
-from inference.worker.engine_stats import HUNG_STEP_SECONDS, LEAST_TOKENS, WINDOW_SECONDS, TokenRate
+from inference.worker.engine_stats import HUNG_STEP_SECONDS, MIN_TOKENS, WINDOW_SECONDS, TokenRate
 from inference.worker.kv.catalog import Catalog
-from inference.worker.kv.checkpoints import most_checkpoints
+from inference.worker.kv.checkpoints import max_checkpoints
 from inference.worker.steps import (
     Checkpoint,
     Copy,
@@ -433,7 +433,7 @@ def test_number_of_prompt_tokens_follows_the_time_of_steps() -> None:
 
     pace = Pace.first(2048)
     assert settle(1 / 4) == 2048
-    assert settle(9) == MIN_TOKENS
+    assert settle(9) == MIN_STEP_TOKENS
     settled = Pace(2048, 1000)
 
     def after(prompt_tokens: int, seconds: float) -> Pace:
@@ -496,7 +496,7 @@ def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
     while pace.credit_seconds > 0:
         pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds < 0, "the last step used more than the rest of the credit"
-    assert pace.budget(pace.seconds(1, 1)) == MIN_TOKENS, "the debt is paid back"
+    assert pace.budget(pace.seconds(1, 1)) == MIN_STEP_TOKENS, "the debt is paid back"
     for _ in range(9):
         pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds == -DEBT_SECONDS, "the debt is limited"
@@ -518,7 +518,7 @@ def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
 
 def test_rate_is_none_before_a_step_that_counts() -> None:
     assert TokenRate().tokens_per_second is None
-    assert TokenRate().read(LEAST_TOKENS - 1, 0.5).tokens_per_second is None
+    assert TokenRate().read(MIN_TOKENS - 1, 0.5).tokens_per_second is None
     assert TokenRate().read(500, 0.0).tokens_per_second is None
     assert TokenRate().read(500, 0.5).tokens_per_second == 1000
 
@@ -537,7 +537,7 @@ def test_rate_stays_within_the_measured_rates(steps: list[tuple[int, float]]) ->
     rate = TokenRate()
     for tokens, seconds in steps:
         rate = rate.read(tokens, seconds)
-    seen = [tokens / seconds for tokens, seconds in steps if tokens >= LEAST_TOKENS and seconds > 0]
+    seen = [tokens / seconds for tokens, seconds in steps if tokens >= MIN_TOKENS and seconds > 0]
     found = rate.tokens_per_second
     assert (found is None) == (not seen)
     if found is not None:
@@ -616,9 +616,9 @@ def test_prompt_whose_checkpoint_is_rejected_is_computed_from_its_beginning() ->
 
 def test_number_of_checkpoints_follows_from_their_size() -> None:
     """A model without windows and states has none."""
-    assert most_checkpoints(0, 2**30) == 0
-    assert most_checkpoints(100, 350) == 3
-    assert most_checkpoints(1, 2**30) == 16
+    assert max_checkpoints(0, 2**30) == 0
+    assert max_checkpoints(100, 350) == 3
+    assert max_checkpoints(1, 2**30) == 16
 
 
 def test_dropped_request_leaves_no_tokens() -> None:

@@ -61,7 +61,7 @@ def test_each_choice_has_its_own_parser() -> None:
 def test_finish_reason_after_calls_is_that_of_openai(choice: GenerateRequest, most: int | None, finish: str) -> None:
     reading = shaping().shape(choice).reading
     assert reading is not None
-    assert (reading.most_calls, reading.after_calls) == (most, finish)
+    assert (reading.max_calls, reading.after_calls) == (most, finish)
 
 
 def test_control_tokens_are_found_by_their_text() -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from headgate.shared.kv_hint import KvHint
-from inference.worker.engine.scheduler import LEAST_FETCH_SECONDS, Scheduler
-from inference.worker.kv.catalog import MOST_CANDIDATES, Catalog
+from inference.worker.engine.scheduler import MIN_FETCH_SECONDS, Scheduler
+from inference.worker.kv.catalog import MAX_CANDIDATES, Catalog
 from inference.worker.kv.slots import Slots
 from inference.worker.steps import (
     Copy,
@@ -74,8 +74,8 @@ def test_job_waits_for_its_sequence_on_disk_for_a_while() -> None:
     step = run(scheduler)
     assert kinds(step.operations) == [Fetch]
     assert not step.rows
-    assert run(scheduler, LEAST_FETCH_SECONDS / 2) == Step((), [], (), 0, 0)
-    assert [(row.job, row.start) for row in run(scheduler, LEAST_FETCH_SECONDS).rows] == [(1, 0)]
+    assert run(scheduler, MIN_FETCH_SECONDS / 2) == Step((), [], (), 0, 0)
+    assert [(row.job, row.start) for row in run(scheduler, MIN_FETCH_SECONDS).rows] == [(1, 0)]
     scheduler.finish(1)
     scheduler.slots.forget()
     stored.in_ram, stored.fetching, stored.fetched = True, False, True
@@ -258,18 +258,18 @@ def test_jobs_expire_at_their_own_deadlines() -> None:
 
 
 def test_catalog_finds_and_forgets_sequences() -> None:
-    """At most MOST_CANDIDATES for a prompt; removing an unknown one has no effect."""
+    """At most MAX_CANDIDATES for a prompt; removing an unknown one has no effect."""
     catalog = Catalog()
-    sequences = [StoredSequence(tokens(1, 2, number), "a") for number in range(2 * MOST_CANDIDATES)]
+    sequences = [StoredSequence(tokens(1, 2, number), "a") for number in range(2 * MAX_CANDIDATES)]
     for sequence in sequences:
         catalog.add(sequence)
-    assert len(list(catalog.candidates(tokens(1, 2, MOST_CANDIDATES, 7), "a", 4))) == MOST_CANDIDATES
+    assert len(list(catalog.candidates(tokens(1, 2, MAX_CANDIDATES, 7), "a", 4))) == MAX_CANDIDATES
     assert list(catalog) == sequences
     assert catalog.same(tokens(1, 2, 3), "a") is sequences[3]
     assert catalog.same(tokens(1, 2, 3), "b") is None
     catalog.remove(StoredSequence(tokens(1, 2, 3), "a"))
     catalog.remove(StoredSequence(tokens(1, 2, 3), "b"))
-    assert len(catalog) == 2 * MOST_CANDIDATES
+    assert len(catalog) == 2 * MAX_CANDIDATES
     catalog.remove(sequences[3])
     assert catalog.same(tokens(1, 2, 3), "a") is None
     assert sequences[3].id == sequences[3].id == sequence_id(tokens(1, 2, 3), "a")

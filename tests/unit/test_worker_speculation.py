@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.engine.ngram_lookup import MOST_REPLACED, NgramLookup, NgramSource
+from inference.worker.engine.ngram_lookup import MAX_REPLACED, NgramLookup, NgramSource
 from inference.worker.engine.speculation import (
     ANSWER_MEMORY,
     COSTLY_TRIAL_STEPS,
-    LEAST_STEPS,
+    MAX_PROPOSED,
     MEASURED_STEPS,
-    MOST_PROPOSED,
+    MIN_STEPS,
     PLAIN_INTERVAL,
     TRIAL_STEPS,
     AcceptanceRate,
@@ -68,7 +68,7 @@ def test_earlier_text_is_followed_behind_replaced_tokens() -> None:
     assert lookup.propose(tokens, 3) == [4]
     tokens.append(4)
     assert lookup.propose(tokens, 3) == [5, 6, 7]
-    for number in range(MOST_REPLACED):
+    for number in range(MAX_REPLACED):
         tokens.append(40 + number)
         assert lookup.propose(tokens, 3) == [6 + number]
     tokens.append(50)
@@ -112,7 +112,7 @@ def test_acceptance_begins_with_the_rate_of_the_model_and_forgets() -> None:
 
 
 REPEATED = array("i", [*range(10, 40), 10, 11])
-PLAIN_STEPS = LEAST_STEPS
+PLAIN_STEPS = MIN_STEPS
 
 
 def proposals(speculation: Speculation, sequences: int, job: int, most: int = 99) -> Sequence[int]:
@@ -154,7 +154,7 @@ def test_nothing_is_verified_before_steps_were_measured() -> None:
 def test_more_is_verified_where_more_is_accepted() -> None:
     speculation = new()
     before = lengths(speculation, 1)
-    assert 0 < before < MOST_PROPOSED
+    assert 0 < before < MAX_PROPOSED
     speculation.note_drawn(1, [12, 13, 14, 15])
     assert before < lengths(speculation, 1)
     assert len(proposals(speculation, 1, 1, most=2)) == 2, "at most what fits into the step"
@@ -175,7 +175,7 @@ def test_nothing_is_verified_where_little_is_accepted() -> None:
 
 
 def test_free_proposals_are_all_verified() -> None:
-    assert lengths(measured(0.010, 0.0), 1) == MOST_PROPOSED
+    assert lengths(measured(0.010, 0.0), 1) == MAX_PROPOSED
 
 
 def test_nothing_is_verified_with_more_sequences_than_pay() -> None:
@@ -322,7 +322,7 @@ def test_time_of_a_source_counts() -> None:
             speculation.note_drawn(0, range(4))
             speculation.note_step(1, 2, 0.010)
         found.append(lengths(speculation, 1))
-    assert found == [MOST_PROPOSED, 0]
+    assert found == [MAX_PROPOSED, 0]
 
 
 def test_costly_source_is_tried_again_after_wrong_proposals_and_later_if_it_lags_behind() -> None:
@@ -347,6 +347,6 @@ def test_first_trial_of_a_costly_source_waits_where_proposals_are_not_expected_t
         assert lengths(speculation, 8) == 0, steps
         speculation.note_step(8, 0, 0.010)
     assert lengths(speculation, 8) > 0
-    for _ in range(LEAST_STEPS):
+    for _ in range(MIN_STEPS):
         speculation.note_step(8, 8, 0.011)
     assert lengths(speculation, 8) > 0, "one that pays goes on"

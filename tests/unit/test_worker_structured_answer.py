@@ -134,7 +134,7 @@ def test_stop_string_in_held_back_text_ends_the_answer() -> None:
 
 
 def test_answer_limited_to_one_call_ends_at_the_second_call() -> None:
-    outputs = follow("[f:{}][g:{}] and more", most_calls=1)
+    outputs = follow("[f:{}][g:{}] and more", max_calls=1)
     assert calls(outputs) == [("call_1", "f", "{}")]
     assert (text(outputs), outputs[-1].finish) == ("", "tool_calls")
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from headgate.shared import log
-from inference.workers.worker_warnings import LOGGER, MOST_LINES, PERIOD_SECONDS, WarningSelector
+from inference.workers.worker_warnings import LOGGER, MAX_LINES, PERIOD_SECONDS, WarningSelector
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
@@ -44,8 +44,8 @@ def test_other_lines_are_not_selected(line: str) -> None:
 def test_many_warnings_are_cut_off_for_a_while() -> None:
     selector = WarningSelector()
     line = f"10:00:00.000 warning {LOGGER} removed"
-    found = [selector.select(line, 1.0) for _ in range(MOST_LINES + 5)]
+    found = [selector.select(line, 1.0) for _ in range(MAX_LINES + 5)]
     assert found[0] == (logging.WARNING, "removed")
-    assert found[MOST_LINES - 1] == (logging.WARNING, "removed; further lines are left out for a while")
-    assert found[MOST_LINES:] == [None] * 5
+    assert found[MAX_LINES - 1] == (logging.WARNING, "removed; further lines are left out for a while")
+    assert found[MAX_LINES:] == [None] * 5
     assert selector.select(line, 1.0 + PERIOD_SECONDS) == (logging.WARNING, "removed")

@@ -84,7 +84,7 @@ class InferenceRequest(NamedTuple):
         """The name of the parameter that holds the text of the request."""
         return _PROMPT_PARAMS[self.endpoint]
 
-    def most_tokens(self, context_length: int) -> int | None:
+    def answer_limit(self, context_length: int) -> int | None:
         """`max_tokens` for a model with this context."""
         if self.max_tokens is None or not self.clamps_max_tokens:
             return self.max_tokens

@@ -29,7 +29,7 @@ PATH = "/v1/responses"
 KEPT_BYTES = 64 * 2**20
 """Size limit of all stored answers and their conversations, as JSON."""
 
-MOST_REFERENCES = 1000
+MAX_REFERENCES = 1000
 """Items of one body that are looked up at other gateways."""
 
 KEPT_SECONDS = 3600.0
@@ -77,17 +77,17 @@ class ResponsesApi:
         self,
         store: Store,
         omit_hosted_tools: Callable[[], bool],
-        most_bytes: Callable[[], int],
+        max_bytes: Callable[[], int],
         shared: SharedStore | None = None,
     ) -> None:
         """`omit_hosted_tools` returns whether tools that run at another provider are left out instead of rejected.
-        `most_bytes` returns the size limit of a body and the stored conversation that it continues. `shared` fills
+        `max_bytes` returns the size limit of a body and the stored conversation that it continues. `shared` fills
         `store` with what requests refer to.
         """
         self._store = store
         self._shared = shared
         self._omit_hosted_tools = omit_hosted_tools
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def parse(self, raw: bytes, owner: str) -> _Request | Awaitable[_Request]:
         """See `gateway.apis.public_api.PublicApi`."""
@@ -102,7 +102,7 @@ class ResponsesApi:
         if previous is not None:
             await shared.fetch(owner, previous)
         if items:
-            await shared.fetch_items(owner, items[:MOST_REFERENCES])
+            await shared.fetch_items(owner, items[:MAX_REFERENCES])
         try:
             return self._translated(body, body_bytes, owner)
         except RequestError as error:
@@ -112,7 +112,7 @@ class ResponsesApi:
             raise
 
     def _translated(self, body: ResponsesBody, body_bytes: int, owner: str) -> _Request:
-        memory = _Memory(self._store, owner, body_bytes, self._most_bytes())
+        memory = _Memory(self._store, owner, body_bytes, self._max_bytes())
         return _Request(translated(body, body_bytes, memory.earlier, memory.item), self._store, owner)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class ResponsesApi:
 class _Memory:
     """The stored conversations that one request refers to; their size and the body's are limited together."""
 
-    def __init__(self, store: Store, owner: str, body_bytes: int, most_bytes: int) -> None:
+    def __init__(self, store: Store, owner: str, body_bytes: int, max_bytes: int) -> None:
         self._store = store
         self._owner = owner
         self._size = body_bytes
-        self._most = most_bytes
+        self._most = max_bytes
         self._items: dict[str, dict[str, Any]] = {}
         """The items of the conversations that this request has read, by id."""
 

@@ -92,7 +92,7 @@ _AUDIO = "it does not accept audio"
 _FUNCTION_TOOLS = "it accepts only tools of type function"
 _OWN_OBJECT = "the schema of a strict tool must be an object, not a union or a reference"
 
-_MOST_STRICT_TOOLS = 20
+_MAX_STRICT_TOOLS = 20
 """The maximum number of strict tools of a request."""
 
 
@@ -188,10 +188,8 @@ def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
         if body.response_format is not None and body.response_format.type == "json_schema":
             to_anthropic_schema(_schema_of(body.response_format), "response_format")
         strict = [tool.function for tool in body.tools or () if tool.function is not None and tool.function.strict]
-        if len(strict) > _MOST_STRICT_TOOLS:
-            raise unsupported(
-                "tools", f"it accepts at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}"
-            )
+        if len(strict) > _MAX_STRICT_TOOLS:
+            raise unsupported("tools", f"it accepts at most {_MAX_STRICT_TOOLS} tools with `strict`, not {len(strict)}")
         for function in strict:
             _strict_input_schema(function)
     except UpstreamError as error:

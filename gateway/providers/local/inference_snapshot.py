@@ -251,7 +251,7 @@ class InferenceView:
 # --- events -----------------------------------------------------------------------------------------------------------
 SILENCE_SECONDS = 15.0
 """Three intervals of the service's `beat` events."""
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0
 MAX_FRAME_BYTES = 4 * 2**20
 """Limit of one event. The snapshot of a thousand models is much smaller."""
 
@@ -307,11 +307,11 @@ class Events:
 
     async def run(self) -> None:
         """Reads events until cancelled."""
-        pause = LEAST_PAUSE_SECONDS
+        pause = MIN_PAUSE_SECONDS
         while True:
             why = await self._listen()
             self._retry.clear()
-            pause = LEAST_PAUSE_SECONDS if self.is_open else pause
+            pause = MIN_PAUSE_SECONDS if self.is_open else pause
             if self.is_open:
                 self.is_open = False
                 self._sink.poll_soon()
@@ -319,7 +319,7 @@ class Events:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._retry.wait()
-            pause = min(2 * pause, MOST_PAUSE_SECONDS)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     async def _listen(self) -> str:
         """Reads one stream to its end; returns the reason of its end."""

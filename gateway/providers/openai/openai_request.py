@@ -52,7 +52,7 @@ _GOOGLES_EFFORTS: Mapping[str, str] = {"xhigh": "high", "max": "high"}
 """Efforts above Google's highest."""
 _ALWAYS_THINKS = re.compile(r"(models/)?gemini-(2\.5-pro|[3-9]|\d\d)")
 """Models of Google that answer 400 to the effort `none`."""
-_MOST_STOPS = 4
+_MAX_STOPS = 4
 """The limit of OpenAI and Google. Other providers have their own limits, or none."""
 _STREAMED_AUDIO = "pcm16"
 """The only audio format that OpenAI streams."""
@@ -95,8 +95,8 @@ def _shortcomings(body: AnyRequest, model: str, flavor: Flavor) -> Iterator[tupl
     """Fields whose value makes this provider or model unsuitable, and why."""
     if not isinstance(body, ChatRequest | CompletionRequest):
         return
-    if len(body.stops) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
-        yield "stop", f"it accepts at most {_MOST_STOPS} stop strings"
+    if len(body.stops) > _MAX_STOPS and flavor is not Flavor.COMPATIBLE:
+        yield "stop", f"it accepts at most {_MAX_STOPS} stop strings"
     if isinstance(body, CompletionRequest):
         return
     shape = body.response_format
@@ -184,7 +184,7 @@ def _keep_messages_semantics(sent: ChatRequest) -> None:
     Clients must set `max_tokens` there and often set more than some models accept. Strict schemas may have optional
     properties there; at OpenAI such a schema is sent without `strict`.
     """
-    limit, most = sent.max_completion_tokens, most_tokens(sent.model)
+    limit, most = sent.max_completion_tokens, answer_limit(sent.model)
     if limit is not None and most is not None:
         sent.max_completion_tokens = min(limit, most)
     if (shape := sent.response_format) is not None and (inner := shape.json_schema) is not None:
@@ -372,7 +372,7 @@ _EFFORTS_OF = (
 _STOPS = _named(r"o(1|3-mini)(?!\d)")
 """Reasoning models that accept `stop`: those before o3 and o4-mini."""
 
-_MOST_TOKENS = (
+_MAX_TOKENS = (
     (_named(r"gpt-3\.5|gpt-4-(turbo|\d{4}-preview|vision)|gpt-4o-2024-05-13"), 4_096),
     (_named(r"gpt-4(-0314|-0613)?$"), 8_192),
     (_named(r"gpt-4o|chatgpt-4o|gpt-4\.5|gpt-5(\.\d)?-chat"), 16_384),
@@ -384,9 +384,9 @@ _MOST_TOKENS = (
 """The known maximum of `max_completion_tokens`, by the first pattern that matches; the API answers 400 to more."""
 
 
-def most_tokens(model: str) -> int | None:
+def answer_limit(model: str) -> int | None:
     """The largest `max_completion_tokens` that `model` accepts; None if it is unknown."""
-    return next((most for name, most in _MOST_TOKENS if name.match(model)), None)
+    return next((most for name, most in _MAX_TOKENS if name.match(model)), None)
 
 
 def reasons(model: str) -> bool:

@@ -18,7 +18,7 @@ from headgate.cli.config_import import litellm, llama_server_presets, llama_swap
 from headgate.cli.config_import.imported import Imported, as_list, as_mapping
 from headgate.shared.errors import ConfigError, Exit
 
-MOST_BYTES = 4 * 10**6
+MAX_BYTES = 4 * 10**6
 FORMATS = (
     "LiteLLM's config.yaml, llama-swap's config.yaml, presets of llama-server (.ini), the output of `ollama list`, or "
     "the answer of Ollama's /api/tags"
@@ -70,15 +70,15 @@ def run(session: Session) -> int:
 def _read(name: str) -> str:
     try:
         if name == "-":
-            raw = sys.stdin.buffer.read(MOST_BYTES + 1)
+            raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             path = Path(name).expanduser()
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is not a file; `-` reads stdin")
             with path.open("rb") as file:
-                raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise UsageError(f"{name} is larger than {MOST_BYTES // 10**6} MB; it is not one of: {FORMATS}")
+                raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise UsageError(f"{name} is larger than {MAX_BYTES // 10**6} MB; it is not one of: {FORMATS}")
         return raw.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}") from None

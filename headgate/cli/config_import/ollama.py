@@ -14,7 +14,7 @@ REGISTRY = "registry.ollama.ai"
 SYSTEM_DIRECTORIES = ("/usr/share/ollama/.ollama/models", "/var/lib/ollama/models")
 _PREFIX = "application/vnd.ollama.image."
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _DEFAULTS = {"num_predict": "max_tokens"}
 _PARAMETERS = {"num_ctx": "context_length", "num_batch": "batch", "num_gpu": "gpu_layers"}
 
@@ -59,7 +59,7 @@ def _entry(found: Imported, name: str, places: list[Path]) -> dict[str, Any] | N
     for place in places:
         manifest = place / "manifests" / host / repository / tag
         try:
-            if manifest.is_file() and manifest.stat().st_size < _MOST_BYTES:
+            if manifest.is_file() and manifest.stat().st_size < _MAX_BYTES:
                 layers = as_list(as_mapping(json.loads(manifest.read_bytes())).get("layers"))
                 return _of_layers(found, name, place / "blobs", [as_mapping(layer) for layer in layers])
         except (OSError, ValueError) as error:
@@ -117,7 +117,7 @@ def _files(blobs: Path, layers: list[Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 def _parameters(found: Imported, name: str, path: Path) -> dict[str, Any]:
     try:
-        values = as_mapping(json.loads(path.read_bytes()[:_MOST_BYTES]))
+        values = as_mapping(json.loads(path.read_bytes()[:_MAX_BYTES]))
     except (OSError, ValueError):
         return {}
     settings = {

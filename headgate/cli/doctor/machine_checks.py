@@ -26,9 +26,9 @@ from inference.workers.helper_client import HelperError, run_helper
 from inference.workers.os_api import cgroup_folders
 
 BACKENDS = ("cuda", "hip", "vulkan", "sycl", "musa", "cann", "opencl", "metal")
-LEAST_MEMORY_BYTES = 512 * MIB
-LEAST_FILES = 4096
-LEAST_PROCESSES = 200
+MIN_MEMORY_BYTES = 512 * MIB
+MIN_FILES = 4096
+MIN_PROCESSES = 200
 
 _INSTRUCTIONS: Mapping[str, str] = {
     "avx": "AVX",
@@ -238,7 +238,7 @@ def memory(settings: InferenceSettings, root: Path = Path("/")) -> Iterator[Find
     )
     if limit < total:
         text += f"; the control group of this container or service limits it to {format_bytes(limit)}"
-    if usable < LEAST_MEMORY_BYTES:
+    if usable < MIN_MEMORY_BYTES:
         yield problem(
             "memory",
             text,
@@ -254,16 +254,16 @@ def memory(settings: InferenceSettings, root: Path = Path("/")) -> Iterator[Find
 def limits(root: Path = Path("/")) -> Iterator[Finding]:
     """Open files and processes that this process may have."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= files < LEAST_FILES:
+    if 0 <= files < MIN_FILES:
         yield note("open files", f"limited to {files}", "the gateway keeps fewer connections open: ulimit -n 65536")
     for base, here, _is_v2 in cgroup_folders(root):
         for folder in [here, *here.parents]:
             text = _text(folder / "pids.max").strip()
-            if text.isdigit() and int(text) < LEAST_PROCESSES:
+            if text.isdigit() and int(text) < MIN_PROCESSES:
                 yield warning(
                     "processes",
                     f"the control group allows {text} processes and threads",
-                    f"allow {LEAST_PROCESSES} or more: `docker run --pids-limit`, `TasksMax=` of systemd",
+                    f"allow {MIN_PROCESSES} or more: `docker run --pids-limit`, `TasksMax=` of systemd",
                 )
                 return
             if folder == base:

@@ -21,7 +21,7 @@ from headgate.shared.errors import ConfigError, HeadgateError, NotRunningError
 from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, lock_path
 from headgate.shared.units import GIB, format_bytes, format_duration
 
-LEAST_DISK_BYTES = GIB
+MIN_DISK_BYTES = GIB
 PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 LOOPBACK = ("127.0.0.1", "localhost", "*")
 
@@ -86,7 +86,7 @@ def directories(session: Session, models_dir: Path | None) -> Iterator[Finding]:
 def _space(check: str, path: Path, text: str) -> Finding:
     free = shutil.disk_usage(path).free
     text = f"{text}, {format_bytes(free)} free"
-    if free < LEAST_DISK_BYTES:
+    if free < MIN_DISK_BYTES:
         return warning(check, text, "free disk space; estimates, crash records and downloads need it")
     return ok(check, text)
 

@@ -17,7 +17,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 330.0
 """Longer than the gateway's longest default deadline."""
 LONGEST_SECONDS = 600.0
-LEAST_SECONDS = 0.5
+MIN_SECONDS = 0.5
 """A shorter answer does not show whether it is buffered."""
 BUFFERED_SHARE = 0.9
 """An answer whose first content comes after this share of its duration is buffered."""
@@ -138,7 +138,7 @@ def judge(found: Stream) -> Iterator[Finding]:
 def _pace(arrivals: Sequence[float], seconds: float) -> Finding:
     first, duration = arrivals[0], format_duration(round(seconds, 1))
     pieces = f"{len(arrivals)} pieces"
-    if seconds < LEAST_SECONDS:
+    if seconds < MIN_SECONDS:
         return note(
             "stream",
             f"complete after {duration} in {pieces}; too short to show whether it is buffered",

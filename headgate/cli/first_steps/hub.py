@@ -33,7 +33,7 @@ RETRY_SECONDS = 1.0
 SPARE_BYTES = 256 * MIB
 """Disk space that stays free."""
 CHUNK_BYTES = MIB
-MOST_ANSWER_BYTES = 32 * MIB
+MAX_ANSWER_BYTES = 32 * MIB
 _PART_SUFFIX = ".part"
 _STATUS_SECONDS = 0.2
 
@@ -222,7 +222,7 @@ class Hub:
                     raw += chunk
                     if time.monotonic() > ends:
                         raise httpx2.ReadTimeout(f"no complete answer within {DESCRIPTION_SECONDS:g} s")
-                    if len(raw) > MOST_ANSWER_BYTES:
+                    if len(raw) > MAX_ANSWER_BYTES:
                         raise HubError(f"the answer of {self._host()} about {source.repository} is too long")
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise HubError(

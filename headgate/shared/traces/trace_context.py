@@ -13,7 +13,7 @@ TRACESTATE = "tracestate"
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
-_MOST_STATE_CHARS = 512
+_MAX_STATE_CHARS = 512
 
 AttributeValue = str | int | float | bool
 
@@ -56,7 +56,7 @@ def parse(traceparent: str, tracestate: str = "") -> SpanContext | None:
     version, trace, span, flags, more = found.groups()
     if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
         return None
-    is_usable = tracestate.isascii() and tracestate.isprintable() and len(tracestate) <= _MOST_STATE_CHARS
+    is_usable = tracestate.isascii() and tracestate.isprintable() and len(tracestate) <= _MAX_STATE_CHARS
     is_sampled = bool(int(flags, 16) & _SAMPLED)
     return SpanContext(int(trace, 16), int(span, 16), None, is_sampled, tracestate if is_usable else "")
 

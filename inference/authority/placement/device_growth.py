@@ -14,10 +14,10 @@ from enum import StrEnum
 SLACK_BYTES = 64 * 2**20
 TOLERATED_SHARE = 0.01
 """The share of a device by which unexplained use may vary without effect (as FOREIGN_TOLERANCE of the levels)."""
-MOST_UNPROVEN_BYTES = 2048 * 2**20
+MAX_UNPROVEN_BYTES = 2048 * 2**20
 UNPROVEN_SHARE = 1 / 8
 """Without a figure of its process, a model grows by at most this share of its bytes (at least SLACK_BYTES, at most
-MOST_UNPROVEN_BYTES). A larger rise is the memory of another program.
+MAX_UNPROVEN_BYTES). A larger rise is the memory of another program.
 """
 
 
@@ -100,7 +100,7 @@ def tolerated_bytes(total_bytes: int) -> int:
 
 def plausible_bytes(planned_bytes: int) -> int:
     """The most growth of a model with these planned bytes, without a figure of its process."""
-    return min(MOST_UNPROVEN_BYTES, max(SLACK_BYTES, int(planned_bytes * UNPROVEN_SHARE)))
+    return min(MAX_UNPROVEN_BYTES, max(SLACK_BYTES, int(planned_bytes * UNPROVEN_SHARE)))
 
 
 def attribute(

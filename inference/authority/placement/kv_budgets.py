@@ -9,7 +9,7 @@ from headgate.shared.units import GIB, MIB
 
 DEFAULT_SHARE = 10
 """By default stored sequences of all models get this part of the host memory that models may use: a tenth."""
-MOST_DEFAULT_BYTES = 8 * GIB
+MAX_DEFAULT_BYTES = 8 * GIB
 STEP_BYTES = 16 * MIB
 """The total is a multiple of this, so that small changes of free memory change no budget."""
 
@@ -31,7 +31,7 @@ def total_bytes(configured_bytes: int | None, host_budget_bytes: int, room_bytes
     """The sum of all budgets: as configured or by default, and at most `room_bytes`, the memory without caches."""
     wanted = configured_bytes
     if wanted is None:
-        wanted = min(host_budget_bytes // DEFAULT_SHARE, MOST_DEFAULT_BYTES)
+        wanted = min(host_budget_bytes // DEFAULT_SHARE, MAX_DEFAULT_BYTES)
     return max(0, min(wanted, room_bytes)) // STEP_BYTES * STEP_BYTES
 
 

@@ -342,15 +342,15 @@ class Ledger:
             after = after._put(replace(holding, bytes=MappingProxyType(rest)))
         return after
 
-    def observe(self, device: str, used_bytes: int, free_bytes: int, least_foreign_bytes: int = 0) -> Ledger:
+    def observe(self, device: str, used_bytes: int, free_bytes: int, min_foreign_bytes: int = 0) -> Ledger:
         """Enters a reading of the device: bytes in use by all programs, and free bytes.
 
-        `least_foreign_bytes` are known to be foreign, although the reading may be older than the bookings.
+        `min_foreign_bytes` are known to be foreign, although the reading may be older than the bookings.
         """
         device = self.account_of(device)
         account = self._account(device)
         sums = self._sums(device)
-        foreign = max(least_foreign_bytes, used_bytes - sums.ours_bytes - sums.cache_used_bytes)
+        foreign = max(min_foreign_bytes, used_bytes - sums.ours_bytes - sums.cache_used_bytes)
         if sums.reserved_bytes or sums.releasing_bytes:
             foreign = max(foreign, account.foreign_bytes)
         seen = replace(account, foreign_bytes=foreign, observed_free_bytes=max(0, free_bytes))

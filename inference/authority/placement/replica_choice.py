@@ -64,12 +64,12 @@ def choose(replicas: Sequence[Replica], last: str | None = None) -> str:
     return known.id if known.wait_seconds <= most else best.id
 
 
-def choose_alone(replicas: Sequence[Replica], most_load_seconds: float) -> str:
+def choose_alone(replicas: Sequence[Replica], max_load_seconds: float) -> str:
     """The replica for a request that must run alone, because it may end its worker.
 
-    Preferred is a replica whose worker has ended, if it can be loaded within `most_load_seconds`: the others go on.
+    Preferred is a replica whose worker has ended, if it can be loaded within `max_load_seconds`: the others go on.
     """
-    ended = [item for item in replicas if item.is_failed and item.load_seconds <= most_load_seconds]
+    ended = [item for item in replicas if item.is_failed and item.load_seconds <= max_load_seconds]
     up = [item for item in replicas if item.is_up]
     return min(ended or up or replicas, key=lambda item: (item.active, item.load_seconds)).id
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from inference.estimate.layers import Layers
 
 CONTEXT_STEP = 256
-LEAST_CONTEXT = 512
+MIN_CONTEXT = 512
 SMALLER_KV = ("q8_0", "q4_0")
 REST_SECONDS = 60.0
 """Configured sizes are tried again this long after the last step."""
-LEAST_UBATCH = 32
+MIN_UBATCH = 32
 UBATCH_SHARE = 4
-LEAST_REDUCED_CONTEXT = 256
+MIN_REDUCED_CONTEXT = 256
 
 
 # --- suggestions -----------------------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
             if fits(kv_type=kv_type):
                 return {"kv_type": kv_type}
     steps = _most(lambda count: fits(**shorter(count * CONTEXT_STEP)), (now.context_length - 1) // CONTEXT_STEP)
-    if steps * CONTEXT_STEP >= LEAST_CONTEXT:
+    if steps * CONTEXT_STEP >= MIN_CONTEXT:
         return shorter(steps * CONTEXT_STEP)
-    least = alone if now.context_length <= LEAST_CONTEXT else shorter(LEAST_CONTEXT)
+    least = alone if now.context_length <= MIN_CONTEXT else shorter(MIN_CONTEXT)
     for others in ({}, least):
         if found := _experts_apart(layers, others, would_fit) or _fewer_layers(layers, others, would_fit):
             return found
@@ -88,7 +88,7 @@ class Fit:
     """The changes that a model allows. Its context gets no shorter than `min_context`."""
 
     steps: Collection[FitStep] = ()
-    min_context: int = LEAST_CONTEXT
+    min_context: int = MIN_CONTEXT
 
     def allows(self, fix: Mapping[str, Any]) -> bool:
         """Whether the model may be loaded with this change; False for no change."""
@@ -145,7 +145,7 @@ def smaller(fix: Mapping[str, Any], context_length: int) -> Mapping[str, Any]:
     if "experts" in fix and "gpu_layers" not in fix:
         return {**fix, "experts": fix["experts"] + 1}
     context = _less(fix.get("context_length", 0))
-    if "gpu_layers" not in fix and context >= LEAST_CONTEXT:
+    if "gpu_layers" not in fix and context >= MIN_CONTEXT:
         return {**fix, "context_length": context} | ({"kv_cells": context} if "kv_cells" in fix else {})
     if set(fix) == {"kv_cells"} and (cells := _less(fix["kv_cells"])) >= context_length:
         return {"kv_cells": cells}
@@ -254,9 +254,9 @@ def next_step(
 
 def smaller_ubatch(ubatch: int) -> int | None:
     """A quarter of `ubatch`, which needs about a quarter of the compute memory; None if `ubatch` is at its minimum."""
-    return max(LEAST_UBATCH, ubatch // UBATCH_SHARE) if ubatch > LEAST_UBATCH else None
+    return max(MIN_UBATCH, ubatch // UBATCH_SHARE) if ubatch > MIN_UBATCH else None
 
 
 def smaller_context(context_length: int) -> int | None:
     """Half of `context_length`; None if it is at its minimum."""
-    return max(LEAST_REDUCED_CONTEXT, context_length // 2) if context_length > LEAST_REDUCED_CONTEXT else None
+    return max(MIN_REDUCED_CONTEXT, context_length // 2) if context_length > MIN_REDUCED_CONTEXT else None

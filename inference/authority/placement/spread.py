@@ -20,7 +20,7 @@ from inference.estimate.layers import HOST, Layers
 
 EVERY_ORDER = 4
 """Up to this number of devices every order is tried; beyond it, only largest room first and largest room last."""
-MOST_CHOICES = 64
+MAX_CHOICES = 64
 """The most sets of equally many devices that are tried while the memory limit is too small for their overhead."""
 _HALVINGS = 10
 
@@ -205,7 +205,7 @@ def fewest(
             return order
         if sum(sorted(fixed[name] for name in names)[:count]) > budget:
             return None
-        for chosen in islice(combinations(names, count), 1, MOST_CHOICES):
+        for chosen in islice(combinations(names, count), 1, MAX_CHOICES):
             if sum(map(fixed.__getitem__, chosen)) <= budget and (order := _order(sums, [*chosen], rooms)):
                 return order
     return None

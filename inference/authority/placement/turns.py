@@ -18,7 +18,7 @@ from inference.authority.placement.plan import EvictionState, Held, Placement, P
 from inference.authority.wait_queue import Waiter
 from inference.protocol import Priority
 
-MOST_SWAP_SECONDS = 30.0
+MAX_SWAP_SECONDS = 30.0
 """Maximum swap time that lengthens a turn; with slower loads, waiting counts more than time lost to swapping."""
 DELAY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
 """Seconds by which a request counts as younger than it is, by priority."""
@@ -82,7 +82,7 @@ def age_rank(waiters: Iterable[Waiter]) -> float:
 
 def turn_ends_at(resident: Resident, demand: Demand) -> float:
     """When the turn of `resident` is over because of `demand`."""
-    swap_seconds = min(MOST_SWAP_SECONDS, resident.reload_seconds + demand.reload_seconds)
+    swap_seconds = min(MAX_SWAP_SECONDS, resident.reload_seconds + demand.reload_seconds)
     turn_seconds = max(resident.min_residency, swap_seconds)
     return max(resident.ready_at + turn_seconds, demand.since + resident.min_residency)
 

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-MOST_STEPS = 1024
-MOST_LOOKS = 6_000
+MAX_STEPS = 1024
+MAX_LOOKS = 6_000
 """Limit of visited items when there are more than ten."""
-MOST_QUESTIONS = 256
+MAX_QUESTIONS = 256
 """Steps of an exact search with a predicate over up to eight items."""
 FEW_QUESTIONS = 32
 """Steps of such a search over more items."""
@@ -75,7 +75,7 @@ def cheapest_where(costs: Sequence[float], worth: Sequence[int], removals: Remov
     by_rate = sorted(order, key=lambda i: costs[i] / max(worth[i], 1))
     best = min((_spared(way, costs, enough) for way in (order, by_rate)), key=lambda found: _rank(found, costs))
     rank = _rank(best, costs)
-    questions = MOST_QUESTIONS if len(costs) <= _EXACT_ITEMS else FEW_QUESTIONS
+    questions = MAX_QUESTIONS if len(costs) <= _EXACT_ITEMS else FEW_QUESTIONS
     waiting: list[tuple[int, list[int], float]] = [(0, [], 0.0)]
     while waiting and questions:
         at, chosen, cost = waiting.pop()
@@ -142,7 +142,7 @@ class _Search:
         self._below = below
         self._best: tuple[float, int, list[int]] | None = None
         few = len(costs) <= _FEW
-        self._steps = MOST_STEPS if few else max(1, int(effort * min(MOST_STEPS, MOST_LOOKS // len(costs))))
+        self._steps = MAX_STEPS if few else max(1, int(effort * min(MAX_STEPS, MAX_LOOKS // len(costs))))
         later = [0] * len(missing)
         self._later = [later]
         for gift in reversed(gives):

@@ -1,6 +1,6 @@
 """Dumps of everything about memory, and differences between two dumps.
 
-A dump consists of nested mappings, so that two dumps are compared by path. The last MOST_DUMPS are kept in memory.
+A dump consists of nested mappings, so that two dumps are compared by path. The last MAX_DUMPS are kept in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inference.protocol import Code, ModelState, Priority
 from inference.workers.crash_records import CrashStore
 from inference.workers.os_api import private_bytes
 
-MOST_DUMPS = 16
+MAX_DUMPS = 16
 _ABSENT = object()
 _CRASH_FIELDS = ("time", "cause", "message", "requests", "last_lines")
 
@@ -63,7 +63,7 @@ class Dumps:
         if large_objects:
             dump["large_objects"] = await asyncio.to_thread(_largest, large_objects)
         self._kept[dump["id"]] = dump
-        while len(self._kept) > MOST_DUMPS:
+        while len(self._kept) > MAX_DUMPS:
             del self._kept[next(iter(self._kept))]
         return dump
 

@@ -22,7 +22,7 @@ from inference.protocol import ModelStatus
 BEAT_SECONDS = 5.0
 FIGURES_SECONDS = 1.0
 """Shortest time between two events `figures`, which only listeners that request them get."""
-_MOST_WAITING = 256
+_MAX_WAITING = 256
 _END = object()
 
 
@@ -55,7 +55,7 @@ class Bus:
     @staticmethod
     def _send(frame: bytes, listeners: Iterable[asyncio.Queue[Any]]) -> None:
         for queue in listeners:
-            if queue.qsize() >= _MOST_WAITING:
+            if queue.qsize() >= _MAX_WAITING:
                 while not queue.empty():
                     queue.get_nowait()
                 queue.put_nowait(None)

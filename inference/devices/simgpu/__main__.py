@@ -28,7 +28,7 @@ from inference.devices.simgpu.simulated_device import Device, StateError
 
 log = logging.getLogger(__name__)
 
-MOST_LINE_BYTES = 2**16
+MAX_LINE_BYTES = 2**16
 _NAMESPACE = uuid.UUID("6f1d5a52-0c1b-4e0e-9f52-9c7f6a1b9d10")
 
 
@@ -79,7 +79,7 @@ async def run(path: Path, sizes: Sequence[int]) -> None:
     before = os.umask(0o177)
     try:
         control = await asyncio.start_unix_server(
-            lambda reader, writer: _control(machine, reader, writer), str(path), limit=MOST_LINE_BYTES
+            lambda reader, writer: _control(machine, reader, writer), str(path), limit=MAX_LINE_BYTES
         )
     finally:
         os.umask(before)

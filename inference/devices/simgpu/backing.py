@@ -13,11 +13,11 @@ from inference.devices.device import HIDDEN
 from inference.workers.child_environment import child_environment
 
 START_SECONDS = 30.0
-MOST_SPARES = 2
+MAX_SPARES = 2
 """Maximum number of spare servers: one that replaces a used server, and one that was returned."""
 
 
-LEAST_MOVE_SECONDS = 10.0
+MIN_MOVE_SECONDS = 10.0
 SLOWEST_MOVE_BYTES_PER_SECOND = 100e6
 """The speed of a copy within memory on busy cores."""
 
@@ -55,7 +55,7 @@ class Server:
         if self.process.stdin.is_closing():
             raise ServerEndedError("the RPC server of the simulated GPU has ended")
         try:
-            async with asyncio.timeout(LEAST_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
+            async with asyncio.timeout(MIN_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
                 self.process.stdin.write(json.dumps(command).encode() + b"\n")
                 await self.process.stdin.drain()
                 line = await self.process.stdout.readline()
@@ -106,7 +106,7 @@ class Servers:
 
         Before a load, llama.cpp opens and closes several connections to read the memory of a device.
         """
-        if len(self._spares) >= MOST_SPARES or server.process.returncode is not None:
+        if len(self._spares) >= MAX_SPARES or server.process.returncode is not None:
             await server.end()
             return
         spare = asyncio.get_running_loop().create_future()

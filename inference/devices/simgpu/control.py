@@ -14,7 +14,7 @@ from headgate.shared.errors import HeadgateError
 SOCKET_NAME = "simgpu.sock"
 """File name in the directory of the service's sockets."""
 ANSWER_SECONDS = 10.0
-MOST_ANSWER_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**20
 
 
 class SimulatorError(HeadgateError):
@@ -37,7 +37,7 @@ async def send_command(
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(seconds):
-            reader, writer = await asyncio.open_unix_connection(str(path), limit=MOST_ANSWER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_ANSWER_BYTES)
             writer.write(_line(do, device, amount))
             await writer.drain()
             line = await reader.readline()

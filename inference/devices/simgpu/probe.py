@@ -33,7 +33,7 @@ START_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 STEADY_SECONDS = 30.0
 """A simulator that ran this long counts as healthy: its end starts a new series of failures."""
-MOST_LINE_BYTES = 2**20
+MAX_LINE_BYTES = 2**20
 KIND = "sim"
 
 
@@ -130,7 +130,7 @@ class SimProbe(Probe):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(HIDDEN),
-            limit=MOST_LINE_BYTES,
+            limit=MAX_LINE_BYTES,
         )
         assert process.stdout is not None
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from inference.devices.simgpu.rpc_wire import Conversation, Flow, Piece
 
 BUFFER_BYTES = 2**20
-MOST_HELD_BYTES = 64 * 2**20
+MAX_HELD_BYTES = 64 * 2**20
 """Buffered bytes of a stalled connection per direction; further bytes wait in the sockets."""
 _JOINED_BYTES = 2**16
 """Pieces up to this size together are sent in one call, because copying them costs less than another call."""
@@ -130,7 +130,7 @@ class Relay:
             held.extend(data)
             if not data:
                 ended.set_exception(ConnectionError("it ended while the device was stalled"))
-            if not data or len(held) >= MOST_HELD_BYTES:
+            if not data or len(held) >= MAX_HELD_BYTES:
                 self._loop.remove_reader(source)
 
         over = asyncio.create_task(_all_open(gates))

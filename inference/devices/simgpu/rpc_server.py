@@ -34,7 +34,7 @@ THREADS = 1
 """More threads spin while they wait for each other, and workers need the cores: with two threads on two busy cores a
 token of a 135 M model took 0.8 s instead of 0.014 s.
 """
-_MOST_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 64
 PIECE_BYTES = 4 * 2**20
 """Two huge pages: pieces are aligned to huge pages, so that none is split."""
 
@@ -132,7 +132,7 @@ def _serve() -> None:
 def _listening() -> list[int]:
     """Ports of the TCP sockets on which this process listens: ggml's server does not report its port."""
     ports: list[int] = []
-    for number in range(3, _MOST_DESCRIPTORS):
+    for number in range(3, _MAX_DESCRIPTORS):
         with contextlib.suppress(OSError):  # no such descriptor
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue

@@ -63,7 +63,7 @@ class Shaping:
             call_id=new_call_id,
             shown=self._shown,
             ends=self._ends,
-            most_calls=None if choice.parallel else 1,
+            max_calls=None if choice.parallel else 1,
             # As in OpenAI's API: "stop" where the request names the function, else "tool_calls".
             after_calls="stop" if choice.mode == "named" else "tool_calls",
             forced=choice.mode in ("required", "named"),

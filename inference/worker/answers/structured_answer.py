@@ -23,7 +23,7 @@ class Reading:
     call_id: Callable[[], str]
     shown: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
-    most_calls: int | None = None
+    max_calls: int | None = None
     after_calls: str = "tool_calls"
     """The finish reason of an answer with tool calls that ended normally."""
     forced: bool = False
@@ -135,7 +135,7 @@ class StructuredGeneration(Generation):
             self._parts.append(Content(text))
 
     def _begin(self, call: CallBegin) -> None:
-        if self._reading.most_calls is not None and call.index >= self._reading.most_calls:
+        if self._reading.max_calls is not None and call.index >= self._reading.max_calls:
             self._complete = True
             return
         self._called = True

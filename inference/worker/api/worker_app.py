@@ -53,7 +53,7 @@ log = logging.getLogger("headgate.worker.http")
 
 MAX_LOGPROBS_BYTES = 2**25
 """Limit for answers that are not streamed, which are held until they are complete."""
-MOST_TIMINGS = 1000
+MAX_TIMINGS = 1000
 """Traced requests between two heartbeats; the times of more are lost."""
 COMMIT_SECONDS = 1.0
 """Time that a stream waits for its first output before it sends its status, so that a refusal has its own status."""
@@ -84,7 +84,7 @@ class App:
     ) -> None:
         self.in_flight = 0
         self.draining = False
-        self.timings: deque[Timings] = deque(maxlen=MOST_TIMINGS)
+        self.timings: deque[Timings] = deque(maxlen=MAX_TIMINGS)
         """Of traced requests that have ended; the reader removes them."""
         self._idle = asyncio.Event()
         self._idle.set()

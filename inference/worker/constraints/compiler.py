@@ -31,7 +31,7 @@ log = logging.getLogger("headgate.worker.constraints")
 STACK_BYTES = 256 << 20
 """Stack of the thread that compiles; only used pages are allocated. llguidance follows references by recursion, at most
 10,000 of them with about 8 KiB each; an overflow would end the process."""
-MOST_AHEAD = 130_000
+MAX_AHEAD = 130_000
 """Largest vocabulary, in tokens, that an idle worker reads in advance. It takes 0.4 kB per token, which stays below the
 growth that a reservation allows."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
@@ -47,7 +47,7 @@ KEPT_BYTES = 32 << 20
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHARACTER = 256
 """Measured with schemas of 100 to 1000 properties and rounded up."""
-_MOST_REASON_CHARS = 300
+_MAX_REASON_CHARS = 300
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 5000,
     "step_max_items": 100_000,
@@ -72,7 +72,7 @@ class Compiler:
         """Caches the `kept` most recently used constraints within `kept_bytes`."""
         self._vocabulary = vocabulary
         self._most = kept
-        self._most_bytes = kept_bytes
+        self._max_bytes = kept_bytes
         self._compiling = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
@@ -103,7 +103,7 @@ class Compiler:
 
     def read_vocabulary(self) -> None:
         """Does the work of the first constraint in advance, unless the vocabulary is too large."""
-        if self._vocabulary.n_vocab <= MOST_AHEAD and self._vocabulary.end_tokens:
+        if self._vocabulary.n_vocab <= MAX_AHEAD and self._vocabulary.end_tokens:
             with self._compiling:
                 _ = self._trie
 
@@ -178,7 +178,7 @@ class Compiler:
         with self._cache_lock:
             self._bytes += size
             self._cache[key] = constraint, size
-            while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
+            while len(self._cache) > self._most or (self._bytes > self._max_bytes and len(self._cache) > 1):
                 _constraint, dropped = self._cache.popitem(last=False)[1]
                 self._bytes -= dropped
 
@@ -297,12 +297,12 @@ def reason(message: str) -> str:
     lines = message.split("\n")
     detail = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
     if detail or "regex parse error" in lines[0]:
-        return f"a regular expression cannot be read: {detail or 'it is malformed'}"[:_MOST_REASON_CHARS]
+        return f"a regular expression cannot be read: {detail or 'it is malformed'}"[:_MAX_REASON_CHARS]
     first = _REFERENCE.sub("what a $ref points at", lines[0].strip())
     for pattern, written in _TRANSLATIONS:
         if found := pattern.search(first):
-            return written(found)[:_MOST_REASON_CHARS]
-    return (_EXPRESSION.sub("", first).strip() or "it is too complex")[:_MOST_REASON_CHARS]
+            return written(found)[:_MAX_REASON_CHARS]
+    return (_EXPRESSION.sub("", first).strip() or "it is too complex")[:_MAX_REASON_CHARS]
 
 
 _REFERENCE = re.compile(r"json-schema:/[^\s'\"]*")

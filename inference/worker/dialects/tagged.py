@@ -32,7 +32,7 @@ _CONSTANTS: Mapping[str, tuple[str, str]] = {
 """
 _KEPT = ("$defs", "definitions")
 """Keywords with definitions for references."""
-_MOST_REFERENCES = 8
+_MAX_REFERENCES = 8
 
 
 def properties_of(tool: Tool | None) -> Mapping[str, Any]:
@@ -43,7 +43,7 @@ def properties_of(tool: Tool | None) -> Mapping[str, Any]:
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         _, _, place = reference.partition("#/") if isinstance(reference, str) else ("", "", "")
         kind, _, name = place.partition("/")

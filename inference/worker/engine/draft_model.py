@@ -27,7 +27,7 @@ PIECE_SECONDS = 0.08
 USUAL_LAG = 2
 """Missing tokens of a sequence whose proposals were all accepted: the last proposal and the token drawn after it."""
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """After this number of failures in a row the draft model is not used any more."""
 
 
@@ -85,7 +85,7 @@ class DraftModel:
         self.seconds = 0.0
         proposals: dict[int, list[int]] = {}
         wanted = self._fitting([item for item in candidates if item.most > 0 and item.job not in self._unsupported])
-        if wanted and self._failures < MOST_FAILURES:
+        if wanted and self._failures < MAX_FAILURES:
             try:
                 ready = self._catch_up(wanted)
                 started = self._clock()
@@ -94,7 +94,7 @@ class DraftModel:
                 self._failures = 0 if ready else self._failures
             except Exception:
                 self._failures += 1
-                is_last = self._failures >= MOST_FAILURES
+                is_last = self._failures >= MAX_FAILURES
                 log.exception("the draft model failed%s", "; no more tokens are proposed" if is_last else "")
                 self._clear()
         return [proposals.get(item.job, ()) for item in candidates]

@@ -59,7 +59,7 @@ class Embedder:
         self.counters = EngineCounters(clock)
         self._scales = scales
         self._backend = backend
-        self._most_waiting = queue
+        self._max_waiting = queue
         self._deliver = deliver
         self._clock = clock
         self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
@@ -82,10 +82,10 @@ class Embedder:
         """Queues token lists; the ticket gets one Vector per input. Raises WorkerError(QUEUE_FULL)."""
         with self._lock:
             waiting = self._queue.requests
-            if waiting > 0 and waiting >= self._most_waiting:
+            if waiting > 0 and waiting >= self._max_waiting:
                 raise WorkerError(
                     Code.QUEUE_FULL,
-                    f"the queue of this model is full: waiting requests={waiting}, limit={self._most_waiting}",
+                    f"the queue of this model is full: waiting requests={waiting}, limit={self._max_waiting}",
                 )
             if (tokens := self._queue.weight(inputs)) > MAX_QUEUED_TOKENS:
                 raise WorkerError(

@@ -79,7 +79,7 @@ class _Running:
     ticket: Ticket[Output]
     generation: Generation
     logprobs: int | None
-    most_unread: int
+    max_unread: int
     max_delay_seconds: float
     answers: bool = True
     scoring: Scoring | None = None
@@ -416,8 +416,8 @@ class Engine:
         elif not self._outbox.hold(ticket, output, self._clock() + running.max_delay_seconds):
             return  # joined with an output that is already counted
         ticket.sent += 1
-        if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
-            self._suspend(ticket, running.most_unread)
+        if ticket.sent - ticket.read > running.max_unread and ticket not in self._unread_since:
+            self._suspend(ticket, running.max_unread)
 
     def _fail_step(self, message: str) -> None:
         ended = self._scheduler.failed()
@@ -438,7 +438,7 @@ class Engine:
             return
         self._jobs_of[ticket] = set(ids)
         alternatives = work.logprobs or 0
-        most_unread = UNREAD_OUTPUTS // (1 + alternatives)
+        max_unread = UNREAD_OUTPUTS // (1 + alternatives)
         for index, job in enumerate(jobs):
             reading = work.reading
             parser = (
@@ -456,7 +456,7 @@ class Engine:
             max_delay_seconds = work.max_delay_seconds if work.logprobs is None and not work.score_prompt else 0.0
             answers = work.max_tokens > work.prefix.tokens
             self._running[job.id] = _Running(
-                ticket, generation, work.logprobs, most_unread, max_delay_seconds, answers, scoring
+                ticket, generation, work.logprobs, max_unread, max_delay_seconds, answers, scoring
             )
 
     def _message_starts(self, prompt: Sequence[int]) -> Sequence[int]:
@@ -474,12 +474,12 @@ class Engine:
         self._unread_since.pop(ticket, None)
         self._outbox.drop(ticket)
 
-    def _suspend(self, ticket: Ticket[Output], most_unread: int) -> None:
+    def _suspend(self, ticket: Ticket[Output], max_unread: int) -> None:
         self._unread_since[ticket] = self._clock()
         for job in self._jobs_of[ticket]:
             self._scheduler.suspend(job)
         ticket.stalled = True
-        if ticket.sent - ticket.read <= most_unread:
+        if ticket.sent - ticket.read <= max_unread:
             self._resume(ticket)  # outputs were read before `stalled` was set
 
     def _resume(self, ticket: Ticket[Output]) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 
 from inference.worker.steps import Candidate
 
-MOST_REPLACED = 2
+MAX_REPLACED = 2
 """After up to this many wrong tokens the earlier text is followed further, as if they were replaced: a renamed
 variable, or another value of a JSON key. Only one token is proposed then."""
 
 _FACTORS = (0x9E3779B1, 0x85EBCA77)
 """Odd constants (of xxHash32) that distribute token ids over the table."""
 
-_LEAST_ENTRIES = 256
+_MIN_ENTRIES = 256
 
 T = TypeVar("T", int, np.ndarray)
 
@@ -70,7 +70,7 @@ class NgramLookup:
         if self._next:
             self._wrong = 0 if tokens[self._next] == tokens[end] else self._wrong + 1
             self._next += 1
-            if self._wrong > MOST_REPLACED:
+            if self._wrong > MAX_REPLACED:
                 self._next = self._wrong = 0
 
     def _found(self, tokens: array[int]) -> int:
@@ -86,7 +86,7 @@ class NgramLookup:
 
     def _rebuild(self, tokens: array[int]) -> None:
         """Makes a table for twice as many tokens, with all pairs that end before the last token."""
-        size = _LEAST_ENTRIES
+        size = _MIN_ENTRIES
         while size < 2 * len(tokens):
             size *= 2
         self._table = np.zeros(size, np.int32)

@@ -37,7 +37,7 @@ DEBT_SECONDS = LONGEST_SECONDS / 2
 """How far the credit may fall below zero; the following steps repay it. A step that exceeds its budget by more has
 another cause than the scheduler, so only the measured pace is corrected."""
 
-MIN_TOKENS = 32
+MIN_STEP_TOKENS = 32
 """Minimum prompt tokens of a step, even if they take longer; also the budget before the first measurement."""
 
 
@@ -69,8 +69,8 @@ class Pace:
 
     @classmethod
     def first(cls, max_tokens: int) -> Pace:
-        """The pace before any measurement: MIN_TOKENS tokens per step."""
-        return cls(max_tokens, int(MIN_TOKENS * STEP_SECONDS / LONGEST_SECONDS))
+        """The pace before any measurement: MIN_STEP_TOKENS tokens per step."""
+        return cls(max_tokens, int(MIN_STEP_TOKENS * STEP_SECONDS / LONGEST_SECONDS))
 
     def seconds(self, decoding: int, prompts: int, *, just_begun: bool = False) -> float:
         """The time for `prompts` prompts in the next step, beside `decoding` sequences.
@@ -84,7 +84,7 @@ class Pace:
 
     def budget(self, seconds: float) -> int:
         """The number of prompt tokens of a step whose prompts may take `seconds`."""
-        return min(self.max_tokens, max(MIN_TOKENS, int(self.tokens * seconds / STEP_SECONDS)))
+        return min(self.max_tokens, max(MIN_STEP_TOKENS, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(
         self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int

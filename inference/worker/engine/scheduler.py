@@ -60,7 +60,7 @@ of another length costs a pass over all weights, now and when the prompt is comp
 Propose = Callable[[Sequence[Candidate], int], Sequence[Sequence[int]]]
 """(candidates, each with `most` of at least 1; number of jobs in the step) -> the next tokens proposed for each."""
 
-LEAST_FETCH_SECONDS = 1.0
+MIN_FETCH_SECONDS = 1.0
 """A job waits at least so long for its sequence from disk."""
 
 
@@ -405,7 +405,7 @@ class Scheduler:
             run.fetched = self.slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
             if run.fetched is not None:
                 # A longer wait would take longer than computing the tokens again.
-                run.fetch_until = now + max(LEAST_FETCH_SECONDS, run.fetched.compute_seconds)
+                run.fetch_until = now + max(MIN_FETCH_SECONDS, run.fetched.compute_seconds)
                 self.slots.fetch(run.fetched)
 
     @staticmethod

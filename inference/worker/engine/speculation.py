@@ -20,7 +20,7 @@ from typing import Protocol
 
 from inference.worker.steps import Candidate
 
-MOST_PROPOSED = 16
+MAX_PROPOSED = 16
 """Maximum number of proposed tokens of a sequence in a step."""
 
 MARGIN = 1.3
@@ -39,7 +39,7 @@ PRIOR_TOKENS = 2.0
 ANSWER_MEMORY, MODEL_MEMORY = 0.9, 0.98
 """Weight of the earlier proposals of an answer, and of a model, after each further one."""
 
-MEASURED_STEPS, LEAST_STEPS = 7, 3
+MEASURED_STEPS, MIN_STEPS = 7, 3
 """Times are medians of this number of steps, because other programs delay single steps. Nothing is verified before the
 least number of steps without proposals."""
 
@@ -126,7 +126,7 @@ class _Times:
 
     def needed(self, sequences: int) -> float:
         """The probability from which on a proposal is worth its time; infinite if a step without any is due."""
-        if len(self.plain) < LEAST_STEPS or self.unmeasured >= PLAIN_INTERVAL:
+        if len(self.plain) < MIN_STEPS or self.unmeasured >= PLAIN_INTERVAL:
             return math.inf
         return MARGIN * self.ratio(sequences)
 
@@ -166,7 +166,7 @@ class Speculation:
             answers.append(answer)
             lengths.append(min(candidate.most, self._length(candidate, answer.rate, times, needed, sequences)))
         if self._source.is_free:
-            asked = [candidate._replace(most=MOST_PROPOSED) for candidate in candidates]
+            asked = [candidate._replace(most=MAX_PROPOSED) for candidate in candidates]
         elif any(lengths):
             asked = [candidate._replace(most=length) for candidate, length in zip(candidates, lengths, strict=True)]
         else:
@@ -221,12 +221,12 @@ class Speculation:
         if needed == math.inf:
             return 0
         is_promising = MARGIN * FIRST_RATIO * sequences < 1
-        if not self._source.is_free and is_promising and len(times.proposal) < LEAST_STEPS:
+        if not self._source.is_free and is_promising and len(times.proposal) < MIN_STEPS:
             return COSTLY_TRIAL_TOKENS
         share = answer.share(self._rate.share(FIRST_RATE))
         if needed < share:  # the n-th proposal is worth its time while share ** n >= needed
-            least = share**MOST_PROPOSED
-            return MOST_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))
+            least = share**MAX_PROPOSED
+            return MAX_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))
         if self._source.is_free:
             return int(share > FIRST_RATE and times.steps >= TRIAL_STEPS * sequences)
         waited = times.steps - COSTLY_TRIAL_STEPS * sequences

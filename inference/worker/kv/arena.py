@@ -34,7 +34,7 @@ from inference.worker.kv.entry_format import (
 )
 
 PAGE = mmap.PAGESIZE
-LEAST_SPARE_BYTES = 2**20
+MIN_SPARE_BYTES = 2**20
 """A smaller rest of a region is returned to the system instead of kept."""
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14
@@ -138,10 +138,10 @@ class Arena:
             self._end = alive
             os.ftruncate(self._handle, alive)
 
-    def allocate(self, count_bytes: int, most_bytes: int, *, maps: bool = True) -> Region:
+    def allocate(self, count_bytes: int, max_bytes: int, *, maps: bool = True) -> Region:
         """A region of at least `count_bytes`, marked as being written.
 
-        Spare regions are released so that the arena has at most `most_bytes` if possible. Without `maps` the pages of a
+        Spare regions are released so that the arena has at most `max_bytes` if possible. Without `maps` the pages of a
         new region are not mapped yet, for `fill`. Raises MemoryError.
         """
         size = rounded(count_bytes)
@@ -152,7 +152,7 @@ class Arena:
                 self._spare_bytes -= region.size
         if region is not None:
             return self._cut(region, size)
-        self.trim(max(0, most_bytes - self.used_bytes - size))
+        self.trim(max(0, max_bytes - self.used_bytes - size))
         return self._new(size, maps=maps)
 
     def fill(self, region: Region, at: int, handle: int, count: int) -> None:
@@ -175,14 +175,14 @@ class Arena:
             start = at // PAGE * PAGE
             _madvise(region.address + start, at + count - start, _POPULATE_READ)
 
-    def prepare(self, count_bytes: int, most_spare: int) -> None:
-        """Makes a spare region of this size, unless there is one, and trims the others to `most_spare` in total.
+    def prepare(self, count_bytes: int, max_spare: int) -> None:
+        """Makes a spare region of this size, unless there is one, and trims the others to `max_spare` in total.
 
         Without memory there is none.
         """
         size = rounded(count_bytes)
-        makes = size <= most_spare and not any(region.size >= size for region in self._spare.copy())
-        self.trim(most_spare - size if makes else most_spare)
+        makes = size <= max_spare and not any(region.size >= size for region in self._spare.copy())
+        self.trim(max_spare - size if makes else max_spare)
         if makes:
             with contextlib.suppress(MemoryError):
                 self._keep(self._new(size))
@@ -208,7 +208,7 @@ class Arena:
     def release(self, region: Region, *, spare: bool = False) -> None:
         """Removes an entry. With `spare` its memory is kept for new ones."""
         self.remove(region)
-        if spare and region.size >= LEAST_SPARE_BYTES:
+        if spare and region.size >= MIN_SPARE_BYTES:
             self._keep(region)
         else:
             self._free(region)
@@ -278,7 +278,7 @@ class Arena:
         if rest.size:
             rest.view[:HEADER_BYTES] = blank_header(rest.size)  # before the header of the whole region changes
         region.view[:HEADER_BYTES] = blank_header(size)
-        if rest.size >= LEAST_SPARE_BYTES:
+        if rest.size >= MIN_SPARE_BYTES:
             self._keep(rest)
         elif rest.size:
             self._free(rest)

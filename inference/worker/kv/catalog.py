@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from inference.worker.kv.labels import Labels
 from inference.worker.steps import StoredSequence
 
-MOST_CANDIDATES = 64
+MAX_CANDIDATES = 64
 """Sequences that `candidates` returns at most. Only those with the longest prefixes matter, and each costs a comparison
 by the caller."""
 
@@ -86,7 +86,7 @@ class Catalog:
             return common_prefix(sequences[at].tokens, tokens, limit) if 0 <= at < len(sequences) else 0
 
         left, right = shared(before), shared(after)
-        for _ in range(MOST_CANDIDATES):
+        for _ in range(MAX_CANDIDATES):
             if not left and not right:
                 return
             if left >= right:

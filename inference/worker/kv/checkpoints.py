@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from inference.worker.steps import Job, Limits
 
-MOST_CHECKPOINTS = 16
+MAX_CHECKPOINTS = 16
 
 
-def most_checkpoints(checkpoint_bytes: int, room_bytes: int) -> int:
+def max_checkpoints(checkpoint_bytes: int, room_bytes: int) -> int:
     """How many checkpoints of this size a slot may have; 0 for a model that needs none."""
-    return min(MOST_CHECKPOINTS, room_bytes // checkpoint_bytes) if checkpoint_bytes else 0
+    return min(MAX_CHECKPOINTS, room_bytes // checkpoint_bytes) if checkpoint_bytes else 0
 
 
 def checkpoint_stops(job: Job, start: int, limits: Limits) -> list[int]:

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.entry_format import (
     HEADER_BYTES,
-    MOST_TOKENS,
+    MAX_TOKENS,
     Head,
     InvalidEntryError,
     Progress,
     StatesSum,
     decode_head,
     decode_prefix,
-    most_head_bytes,
+    max_head_bytes,
     set_progress,
     set_states_sum,
 )
@@ -94,16 +94,16 @@ class DiskTier:
         self,
         directory: Path,
         key: Mapping[str, Any],
-        most_bytes: int,
+        max_bytes: int,
         clock: Callable[[], float] = time.time,
         ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`most_bytes`: the limit of the whole directory. `clock` gives Unix seconds, `ticks` monotonic seconds."""
+        """`max_bytes`: the limit of the whole directory. `clock` gives Unix seconds, `ticks` monotonic seconds."""
         self._root = directory
         self._key = dict(key)
         self._own = directory / _digest(json.dumps(self._key, sort_keys=True).encode())
-        self._most_bytes = most_bytes
-        self._most_head_bytes = most_head_bytes(int(key.get("context_length", MOST_TOKENS)))
+        self._max_bytes = max_bytes
+        self._max_head_bytes = max_head_bytes(int(key.get("context_length", MAX_TOKENS)))
         self._clock = clock
         self._ticks = ticks
         self._paused_until = -1.0
@@ -112,7 +112,7 @@ class DiskTier:
 
     def fits(self, count_bytes: int) -> bool:
         """Whether an entry of this size is within the limit."""
-        return count_bytes <= self._most_bytes
+        return count_bytes <= self._max_bytes
 
     @property
     def is_paused(self) -> bool:
@@ -154,10 +154,10 @@ class DiskTier:
         if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):
             self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
 
-    def read(self, sequence: StoredSequence, arena: Arena, most_bytes: int) -> tuple[Region, Head]:
+    def read(self, sequence: StoredSequence, arena: Arena, max_bytes: int) -> tuple[Region, Head]:
         """Reads the entry of a sequence into a region of `arena` and verifies it; the region is not committed.
 
-        `most_bytes`: see `Arena.allocate`. Raises FileNotFoundError, OSError, InvalidEntryError and MemoryError.
+        `max_bytes`: see `Arena.allocate`. Raises FileNotFoundError, OSError, InvalidEntryError and MemoryError.
         """
         handle = os.open(self._own / self.name_of(sequence), _READING)
         try:
@@ -166,7 +166,7 @@ class DiskTier:
                 raise InvalidEntryError("of another sequence")
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(handle, 0, head.sizes.all_bytes, os.POSIX_FADV_SEQUENTIAL)
-            region = arena.allocate(head.sizes.all_bytes, most_bytes, maps=False)
+            region = arena.allocate(head.sizes.all_bytes, max_bytes, maps=False)
             try:
                 self._read_states(handle, head, arena, region)
             except BaseException:
@@ -237,7 +237,7 @@ class DiskTier:
         prefix = decode_prefix(encoded[: min(count, HEADER_BYTES)])
         if prefix.all_bytes != status.st_size:
             raise InvalidEntryError("not as long as its header says")
-        if prefix.state_at > self._most_head_bytes:
+        if prefix.state_at > self._max_head_bytes:
             raise InvalidEntryError("longer than the context of the model")
         if prefix.state_at > count:
             encoded = bytearray(prefix.state_at)
@@ -349,7 +349,7 @@ class DiskTier:
         if created:
             _sync(self._root)
         files = self._all_files()
-        excess = sum([file.count_bytes for file in files]) + count_bytes - self._most_bytes
+        excess = sum([file.count_bytes for file in files]) + count_bytes - self._max_bytes
         if self._remove_oldest(files, excess, removed) < excess:
             raise OSError(errno.EBUSY, "other sequences are being written, and the limit is reached")
 

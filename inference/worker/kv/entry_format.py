@@ -40,8 +40,8 @@ _TIMES = struct.Struct("<dd")
 _PROGRESS_AT, _SIZES_AT, _HEAD_SUM_AT, _STATES_SUM_AT, _TIMES_AT, _REST_AT = 8, 12, 40, 48, 56, 72
 Buffer = bytes | bytearray | memoryview
 
-MOST_METADATA_BYTES = 2**22
-MOST_TOKENS = 2**28
+MAX_METADATA_BYTES = 2**22
+MAX_TOKENS = 2**28
 
 
 class Progress(IntEnum):
@@ -165,9 +165,9 @@ def encode_head(
     return head, sizes
 
 
-def most_head_bytes(tokens: int) -> int:
+def max_head_bytes(tokens: int) -> int:
     """The largest size of the head of an entry with this number of tokens."""
-    return Sizes(MOST_METADATA_BYTES, tokens, 0).state_at
+    return Sizes(MAX_METADATA_BYTES, tokens, 0).state_at
 
 
 def blank_header(all_bytes: int) -> bytes:
@@ -199,7 +199,7 @@ def decode_prefix(header: Buffer) -> Prefix:
     if mark != MARK:
         raise InvalidEntryError("not an entry of this version")
     sizes = Sizes(metadata_bytes, tokens, state_bytes)
-    if metadata_bytes > MOST_METADATA_BYTES or tokens > MOST_TOKENS or sizes.all_bytes > all_bytes:
+    if metadata_bytes > MAX_METADATA_BYTES or tokens > MAX_TOKENS or sizes.all_bytes > all_bytes:
         raise InvalidEntryError("sizes that do not fit together")
     return Prefix(progress, sizes.state_at, all_bytes)
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-MOST_LABELS = 2048
+MAX_LABELS = 2048
 """Labels of one model. Beyond that the oldest ones are forgotten."""
-MOST_OF_A_SEQUENCE = 128
+MAX_OF_A_SEQUENCE = 128
 """Labels of one sequence. Beyond that those of the shortest beginnings are dropped."""
 
 
 def with_labels(labels: Mapping[str, int], more: Iterable[str], tokens: int) -> Mapping[str, int]:
     """The labels of a sequence, each with the number of its tokens, after a prompt with `tokens` tokens and `more`."""
     merged = {**labels, **{label: labels.get(label, tokens) for label in more}}
-    return dict(list(merged.items())[-MOST_OF_A_SEQUENCE:])
+    return dict(list(merged.items())[-MAX_OF_A_SEQUENCE:])
 
 
 class Labels:
     """The labels of all sequences, the oldest first, and what has changed. `add` and `remove` count sequences."""
 
-    def __init__(self, most: int = MOST_LABELS) -> None:
+    def __init__(self, most: int = MAX_LABELS) -> None:
         self._most = most
         self._counts: dict[str, int] = {}
         self._before: dict[str, bool] = {}

@@ -184,13 +184,13 @@ class MemoryTier:
         self.shrink(limit_bytes)
         self._in_background(lambda: self.arena.trim(max(0, limit_bytes - self.arena.used_bytes)))
 
-    def shrink(self, most_bytes: int | None = None, apart: Stored | None = None) -> None:
-        """Evicts sequences, but not `apart`, until the others take at most `most_bytes`, by default the limit.
+    def shrink(self, max_bytes: int | None = None, apart: Stored | None = None) -> None:
+        """Evicts sequences, but not `apart`, until the others take at most `max_bytes`, by default the limit.
 
         Those that a request waits for leave last; before them those that are pinned; before them those that are
         not on disk yet. Those that are being written stay.
         """
-        most = self.limit_bytes if most_bytes is None else most_bytes
+        most = self.limit_bytes if max_bytes is None else max_bytes
         if self.used_bytes <= most:
             return
         now, fetched_after = self._clock(), time.monotonic() - FETCHED_SECONDS
@@ -228,8 +228,8 @@ class MemoryTier:
         if SPARE_SHARE * size > self.limit_bytes:
             return
         self.shrink(self.limit_bytes - size, apart=newest)
-        most_spare = min(2 * size, self.limit_bytes - self.used_bytes)
-        self._jobs.add(lambda: self.arena.prepare(size, most_spare))
+        max_spare = min(2 * size, self.limit_bytes - self.used_bytes)
+        self._jobs.add(lambda: self.arena.prepare(size, max_spare))
 
     def _make_room(self, size: int, stored: Stored, *, may_pass: bool) -> bool:
         """Evicts others so that `size` bytes fit. Returns whether they do.

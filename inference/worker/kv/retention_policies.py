@@ -16,7 +16,7 @@ PRIORITY_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 600.0, Priority.NOR
 POSITION_SECONDS = 5.0
 """A sequence counts as if its last use had been this much earlier for each doubling of its length: short prefixes are
 shared by more prompts."""
-LEAST_SECONDS = 1e-6
+MIN_SECONDS = 1e-6
 """Lower limit of the compute time of a sequence, so that its logarithm exists."""
 HALF_LIFE_SECONDS = 60.0
 """After this time without use, another use is half as likely."""
@@ -40,7 +40,7 @@ def hybrid(sequence: StoredSequence, now: float) -> float:
     stay too long.
     """
     age = now - lru(sequence, now)
-    density = max(sequence.compute_seconds, LEAST_SECONDS) / max(1, sequence.count_bytes)
+    density = max(sequence.compute_seconds, MIN_SECONDS) / max(1, sequence.count_bytes)
     return math.log2(density) - age / HALF_LIFE_SECONDS
 
 

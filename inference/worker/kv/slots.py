@@ -32,7 +32,7 @@ from inference.worker.steps import (
     StoredSequence,
 )
 
-MOST_MOVED = 64
+MAX_MOVED = 64
 """Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
 sequences costs a step about as much as one or two tokens, and few answers have enough steps to repay more."""
 
@@ -293,7 +293,7 @@ class Slots:
 
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
         """A free slot with more taken neighbors than `target`, or None if there is none or a move costs too much."""
-        if not self._limits.can_trim or self._limits.min_copied > MOST_MOVED or self._limits.cells:
+        if not self._limits.can_trim or self._limits.min_copied > MAX_MOVED or self._limits.cells:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None

@@ -15,10 +15,10 @@ from inference.worker.llama.params import (
     model_params,
 )
 from inference.worker.llama.projector import Projector
-from inference.worker.llama.sampler import MOST_CANDIDATES, Sampler
+from inference.worker.llama.sampler import MAX_CANDIDATES, Sampler
 
 __all__ = [
-    "MOST_CANDIDATES",
+    "MAX_CANDIDATES",
     "POOLING_LAST",
     "POOLING_MEAN",
     "POOLING_NONE",

@@ -36,7 +36,7 @@ COPIED_PART = 128
 """A copy moves all cells of a sequence. On two cores a copy of N cells took as long as the prefill of N/60 tokens with
 15 M parameters, and of N/320 with 135 M. Larger models compute longer per byte of a cell.
 """
-LEAST_COPIED = 16
+MIN_COPIED = 16
 
 CELLS_STEP = 256
 """llama.cpp rounds the cells of sliding-window layers up to a multiple of this."""
@@ -84,7 +84,7 @@ class Context:
         """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
         if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
             self.window = 0
-        self.min_copied = max(LEAST_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
+        self.min_copied = max(MIN_COPIED, (self.window if self.cells else self.n_ctx_seq) // COPIED_PART)
         """The minimum number of tokens that are copied instead of computed."""
         self.checkpoint_bytes = 0
         """The size of a checkpoint: of the states and windows of one sequence. Set by `warm_up`."""

@@ -10,7 +10,7 @@ from inference.worker import llama
 from inference.worker.worker_errors import LoadError
 from inference.worker_link import Grant
 
-MOST_PADDING = 128
+MAX_PADDING = 128
 """Vocabularies of one family may differ in this number of unused tokens at their end (SPEC_VOCAB_MAX_SIZE_DIFFERENCE of
 llama.cpp)."""
 
@@ -97,7 +97,7 @@ def _check_removal(model: llama.Model, context: llama.Context, name: str) -> Non
 def vocabulary_difference(target: Any, draft: Any) -> str | None:
     """The first difference between two vocabularies that makes proposals wrong, None without one."""
     sizes = target.n_vocab, draft.n_vocab
-    if abs(sizes[0] - sizes[1]) > MOST_PADDING:
+    if abs(sizes[0] - sizes[1]) > MAX_PADDING:
         return f"it has {sizes[1]} tokens instead of {sizes[0]}"
     for name in ("bos", "eos"):
         ours, theirs = getattr(target, name), getattr(draft, name)

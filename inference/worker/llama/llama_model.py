@@ -24,9 +24,9 @@ _ATTRIBUTE_USER_DEFINED = 1 << 4
 _ATTRIBUTE_STRIPS_LEFT = 1 << 7
 _PART_CHARS = 2**14
 """Minimum length of the parts in which a text is tokenized; it is cut before control tokens."""
-MOST_PIECES = 2**13
+MAX_PIECES = 2**13
 """Size of the cache of token bytes, at 100 bytes per token; a miss costs a microsecond."""
-MOST_PROTOTYPES = 32
+MAX_PROTOTYPES = 32
 _EXACT_VOCABULARIES = (1, 2)
 """SentencePiece and byte-level BPE: each byte of a text belongs to exactly one token."""
 
@@ -105,7 +105,7 @@ class DryPrototypes:
     """
 
     def __init__(self, vocab: Any) -> None:
-        self._prototype = functools.lru_cache(MOST_PROTOTYPES)(functools.partial(_DryPrototype, vocab))
+        self._prototype = functools.lru_cache(MAX_PROTOTYPES)(functools.partial(_DryPrototype, vocab))
 
     def prepare(self, dry: Dry) -> None:
         """Creates the prototype for `sampler` unless it exists. Slow: not for the event loop or the engine thread."""
@@ -369,7 +369,7 @@ class Model:
         if size < 0:
             buffer = ctypes.create_string_buffer(-size)
             size = _to_piece(self.vocab, token, buffer, len(buffer), 0, special)
-        if len(self._pieces) >= MOST_PIECES:
+        if len(self._pieces) >= MAX_PIECES:
             self._pieces.clear()
         self._pieces[key] = piece = buffer.raw[:size]
         return piece

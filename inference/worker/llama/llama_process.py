@@ -18,7 +18,7 @@ from inference.worker.llama.split_modes import META, ROWS
 from inference.worker_link import Buffer
 
 KEPT_LINES = 50
-MOST_LINE_CHARS = 4096
+MAX_LINE_CHARS = 4096
 """Lines are cut to this length, because they may contain names from a model file, which have no limit."""
 _LEVEL_WARN = 3
 _LEVEL_CONT = 5
@@ -56,9 +56,9 @@ class LogTail:
         if level != _LEVEL_CONT:
             self._level = level
         *lines, partial = (self._partial + text).split("\n")
-        self._partial = partial[:MOST_LINE_CHARS]
+        self._partial = partial[:MAX_LINE_CHARS]
         for line in lines:
-            self._line(line[:MOST_LINE_CHARS], counts=counts)
+            self._line(line[:MAX_LINE_CHARS], counts=counts)
 
     def _line(self, line: str, *, counts: bool) -> None:
         if self._level <= _LEVEL_DEBUG or not line.strip(" ."):

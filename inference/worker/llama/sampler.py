@@ -13,10 +13,10 @@ from inference.worker.llama.binding import lib
 from inference.worker.llama.context import Context
 from inference.worker.llama.llama_process import without_gil_release
 
-MOST_CANDIDATES = 2048
+MAX_CANDIDATES = 2048
 """Maximum number of tokens that callers pass to `sample_among`."""
 
-_LEAST_LOGIT = np.float32(-1e30)
+_MIN_LOGIT = np.float32(-1e30)
 """Lower limit of a logit after penalties. With minus infinity for all tokens, no token could be sampled."""
 
 _sample = without_gil_release("llama_sampler_sample")
@@ -57,13 +57,13 @@ class Sampler:
     def sample_among(self, tokens: np.ndarray, logits: np.ndarray, penalties: Sampler | None = None) -> int:
         """Samples and accepts one of `tokens` (ascending, at least one) from their finite `logits`.
 
-        `penalties` change the logits first. They neither reorder nor drop tokens, and limit logits to `_LEAST_LOGIT`.
+        `penalties` change the logits first. They neither reorder nor drop tokens, and limit logits to `_MIN_LOGIT`.
         `sample` copies and sorts the whole vocabulary, which takes several times as long as sampling from at most
-        `MOST_CANDIDATES` tokens.
+        `MAX_CANDIDATES` tokens.
         """
         count = len(tokens)
         if self._few is None or len(self._few) < count:
-            self._few = np.zeros(max(count, MOST_CANDIDATES), _CANDIDATE)
+            self._few = np.zeros(max(count, MAX_CANDIDATES), _CANDIDATE)
             self._pointer = self._few.ctypes.data_as(ctypes.POINTER(lib.llama_token_data))
             self._few_array = lib.llama_token_data_array(data=self._pointer, size=0, selected=-1, sorted=False)
         self._few["id"][:count] = tokens
@@ -74,7 +74,7 @@ class Sampler:
         if penalties is not None:
             _apply(penalties.handle, ctypes.byref(array))
             changed = self._few["logit"][:count]
-            np.maximum(changed, _LEAST_LOGIT, out=changed)
+            np.maximum(changed, _MIN_LOGIT, out=changed)
         _apply(self.handle, ctypes.byref(array))
         token = int(array.data[array.selected].id)
         _accept(self.handle, token)

@@ -11,7 +11,7 @@ from tests.rigs import compiled
 SOURCE = Path(__file__).with_name("nvml_stub.c")
 LIBRARY = "libnvidia-ml.so.1"
 GIB = 2**30
-MOST_XIDS = 48
+MAX_XIDS = 48
 """Newest events in the file; the library reads no more than 64."""
 
 
@@ -75,7 +75,7 @@ class NvmlStub:
         ]
         lines += [f"error {function} {code} {uuid}".rstrip() for function, code, uuid in self.errors]
         lines += [f"hang {function}" for function in self.hangs]
-        xids = list(enumerate(self.xids, 1))[-MOST_XIDS:]
+        xids = list(enumerate(self.xids, 1))[-MAX_XIDS:]
         lines += [f"xid {number} {uuid} {xid}" for number, (uuid, xid) in xids]
         lines += [f"action {uuid} {action}" for uuid, action in self.actions.items()]
         lines += [f"process {uuid} {pid} {count}" for uuid, pid, count in self.processes]

@@ -20,9 +20,9 @@ from inference.settings import ModelSpec
 
 FRESH_SECONDS = 1.0
 """Maximum age of readings for a decision."""
-MOST_DIVISIONS = 2
+MAX_DIVISIONS = 2
 """Maximum number of measured divisions of a model over several devices before a decision."""
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Maximum number of reductions of a suggested setting."""
 
 
@@ -77,7 +77,7 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     is_old = now - state.devices.refreshed_at > FRESH_SECONDS
     if is_old and any(item.id != CPU for item in options):
         return NeedsReading()
-    request = request_for(state, spec, options, divide=divisions < MOST_DIVISIONS)
+    request = request_for(state, spec, options, divide=divisions < MAX_DIVISIONS)
     assert request is not None
     if not oom_recovery.falls_back(model, now):
         request = replace(request, options=tuple(option for option in request.options if not option.fallback))
@@ -203,7 +203,7 @@ def verify(state: State, check: FixCheck, now: float) -> bool | NeedsEstimate:
 
 def next_try(check: FixCheck) -> FixCheck:
     """The check of the next smaller suggestion; `fix` is empty if there is none."""
-    fix = smaller(check.fix, check.spec.context_length) if check.tries < MOST_TRIES else {}
+    fix = smaller(check.fix, check.spec.context_length) if check.tries < MAX_TRIES else {}
     return replace(check, fix=fix, tries=check.tries + 1, divisions=0)
 
 

@@ -39,13 +39,13 @@ from inference.errors import InferenceError, MemoryLimitExceededError, ModelFail
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
-MOST_BACKOFF_SECONDS = 2.0
+MAX_BACKOFF_SECONDS = 2.0
 """Requests wait for a backoff of at most this time; a longer one is an error."""
 ALONE_BACKOFF_SECONDS = 10.0
 """This limit for a request that was in flight when the worker ended."""
 FIX_SECONDS = 30.0
 """A suggestion is verified again after this time, because foreign use changes."""
-MOST_FIXES = 256
+MAX_FIXES = 256
 _CHECK_AGAIN_SECONDS = 1.0
 _FITS = (Result.FREE, Result.DEPLOYED)
 _S = ModelState
@@ -83,7 +83,7 @@ def _advance(draft: Draft, id: str) -> bool:
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
         is_tried = model.queue.waiters[0].alone
-        if rest > (ALONE_BACKOFF_SECONDS if is_tried else MOST_BACKOFF_SECONDS):
+        if rest > (ALONE_BACKOFF_SECONDS if is_tried else MAX_BACKOFF_SECONDS):
             tickets.fail(draft, id, worker_lifecycle.failed_error(model, draft.now))
             return True
         if rest > 0:
@@ -342,7 +342,7 @@ def checks(draft: Draft) -> None:
 def _checked(draft: Draft, key: FixKey, check: FixCheck) -> None:
     until = draft.now + FIX_SECONDS
     fixes = {other: known for other, known in draft.state.fixes.items() if other != key and known[0] > draft.now}
-    kept = dict([*fixes.items()][-(MOST_FIXES - 1) :])
+    kept = dict([*fixes.items()][-(MAX_FIXES - 1) :])
     draft.set(
         checks={other: item for other, item in draft.state.checks.items() if other != key},
         fixes={**kept, key: (until, check.fix)},

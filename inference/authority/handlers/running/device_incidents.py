@@ -21,7 +21,7 @@ from inference.errors import DeviceLost, InvalidRequestError
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.workers.exit_cause import WorkerExit
 
-MOST_TRIAL_WAIT_SECONDS = 2.0
+MAX_TRIAL_WAIT_SECONDS = 2.0
 """Requests wait for the result of a trial up to this time."""
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RESTORING)
@@ -86,7 +86,7 @@ def is_under_trial(state: State, device: str, now: float) -> bool:
     """Whether the device was healthy until recently and is being tried, so that requests wait for the verdict."""
     health = health_of(state, device)
     return (
-        now - health.unhealthy_since < MOST_TRIAL_WAIT_SECONDS
+        now - health.unhealthy_since < MAX_TRIAL_WAIT_SECONDS
         and health.state is DeviceState.PROBING
         and not health.emptied
     )

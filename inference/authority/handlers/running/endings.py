@@ -19,7 +19,7 @@ from inference.authority.placement.ledger import Phase
 from inference.authority.state import Return, TimerKind, WorkerRecord
 from inference.devices.device import CPU
 
-MOST_RECORDS = 1000
+MAX_RECORDS = 1000
 FIRST_PAUSE_SECONDS = 0.02
 LAST_PAUSE_SECONDS = 0.25
 """Pauses between readings; short at first, because memory is usually free at once and a load waits for it."""
@@ -77,7 +77,7 @@ def record(draft: Draft, model: str, departure: Departure | None, freed_bytes: i
     state = draft.state
     departures = state.departures.copy()
     departures[str(departure.action)] += 1
-    draft.set(evictions=(*state.evictions, found)[-MOST_RECORDS:], departures=departures)
+    draft.set(evictions=(*state.evictions, found)[-MAX_RECORDS:], departures=departures)
     draft.count("evictions", str(departure.action), str(departure.reason))
     draft.emit(Publish("eviction", {"eviction": found.to_json()}))
     for id, command in state.commands.items():

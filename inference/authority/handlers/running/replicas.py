@@ -21,7 +21,7 @@ UP = (_S.LOADING, _S.RESTORING, *ACCEPTING)
 _LOADABLE = (_S.COLD, _S.WARM)
 ALONE_SECONDS = 10.0
 """A request that must run alone waits at most this long for the next load of a replica whose worker has ended."""
-MOST_CONVERSATIONS = 1024
+MAX_CONVERSATIONS = 1024
 """Conversations per model whose last replica is known; the one with the oldest request is forgotten."""
 
 
@@ -87,7 +87,7 @@ def note_served(draft: Draft, model: ModelRecord, conversation: str) -> None:
     first = first_of(draft.state, model)
     served = dict(first.scaling.served)
     served.pop(conversation, None)
-    if len(served) >= MOST_CONVERSATIONS:
+    if len(served) >= MAX_CONVERSATIONS:
         del served[next(iter(served))]
     served[conversation] = model.id
     draft.set_model(first.id, scaling=replace(first.scaling, served=served))

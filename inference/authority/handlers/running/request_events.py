@@ -25,7 +25,7 @@ from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, Mod
 from inference.protocol import FULL_FOR, ModelState, Priority
 
 _S = ModelState
-MOST_REJECTIONS = 1000
+MAX_REJECTIONS = 1000
 
 
 def wanted(draft: Draft, event: Wanted) -> None:
@@ -69,7 +69,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
 def _queue_full(draft: Draft, model: ModelRecord, priority: Priority) -> QueueFull:
     advice = draft.state.advice
     turned = (draft.now, priority, draft.state.settings.queue_limits[priority])
-    rejections = (*advice.rejections, turned)[-MOST_REJECTIONS:]
+    rejections = (*advice.rejections, turned)[-MAX_REJECTIONS:]
     draft.set(advice=replace(advice, rejections=rejections))
     return QueueFull(
         f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r} "

@@ -38,7 +38,7 @@ from inference.authority.lifecycle import ModelEvent
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.observed_overhead import Before
 from inference.authority.placement.plan import Placement
-from inference.authority.quarantine import MOST_IN_A_ROW, SUSPICIOUS, Crash
+from inference.authority.quarantine import MAX_IN_A_ROW, SUSPICIOUS, Crash
 from inference.authority.retention import Mechanism
 from inference.authority.state import SIMULATED, ModelRecord, TimerKind, WorkerRecord, placement_key
 from inference.devices.device import environment_of
@@ -387,7 +387,7 @@ def _counts_as_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> 
     quarantine = replicas.first_of(draft.state, draft.model(worker.model)).quarantine
     is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_evidence
     return (
-        exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MOST_IN_A_ROW
+        exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MAX_IN_A_ROW
     )
 
 

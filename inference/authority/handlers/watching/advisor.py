@@ -37,7 +37,7 @@ from inference.devices.device import CPU, Reading
 
 LATELY_SECONDS = 600.0
 """How long refusals and full devices raise an alert."""
-MOST_REFUSED = 10
+MAX_REFUSED = 10
 ROOM_FOR = "room for "
 
 
@@ -56,7 +56,7 @@ def note_refusal(draft: Draft, model: str) -> None:
     """Records a final refusal of a load."""
     advice = draft.state.advice
     kept = {name: at for name, at in advice.refused.items() if name != model}
-    names = [*kept.items(), (model, draft.now)][-MOST_REFUSED:]
+    names = [*kept.items(), (model, draft.now)][-MAX_REFUSED:]
     draft.set(advice=replace(advice, refused=dict(names)))
 
 

@@ -33,7 +33,7 @@ from inference.authority.pressure.relief import (
 from inference.authority.state import DeviceSample, Sample, State
 from inference.protocol import ModelState
 
-MOST_SAMPLES = 1000
+MAX_SAMPLES = 1000
 """More than four hours at one check every 15 s."""
 _S = ModelState
 
@@ -192,7 +192,7 @@ def _sample(draft: Draft) -> None:
         models_loaded=len(ready),
         models_warm=sum(model.state is _S.WARM for model in state.models.values()),
     )
-    history = (*state.pressure.history, sample)[-MOST_SAMPLES:]
+    history = (*state.pressure.history, sample)[-MAX_SAMPLES:]
     draft.set(pressure=replace(state.pressure, history=history))
 
 
