@@ -143,7 +143,7 @@ an answer resumes on the same model, then another local one, then a cloud
   integration/test_gateway_resume.py test_cloud_gets_an_instruction_to_continue
 at most two hops, text with a single choice only
   integration/test_gateway_resume.py test_answer_is_resumed_twice_at_most
-  integration/test_gateway_resume.py test_answer_with_a_format_ends_in_an_error_frame
+  integration/test_gateway_resume.py test_broken_answer_with_a_format_is_not_resumed
 requests in flight and in the queue are limited, by priority
   property/test_gateway_admission.py test_higher_priority_is_first_and_replaces_the_lowest
   integration/test_gateway_failover.py test_requests_beyond_the_limits_wait_and_are_then_rejected
