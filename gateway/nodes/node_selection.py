@@ -21,7 +21,7 @@ from gateway.providers.local.candidate_facts import LikelyFailure
 from inference.protocol import H_PREFIX, Priority
 
 MAX_UNLISTED = 16
-"""Nodes that are considered for a model that no node lists: the answer of any of them is the right one."""
+"""Nodes that are considered for a model that no node lists: each of them gives the right answer (404)."""
 
 _AVOIDED = LikelyFailure("it is used only if no other node is left")
 
@@ -72,8 +72,7 @@ class NodeSelection:
     def refused(self, node: str, model: str, refusal: Refused) -> None:
         """A breaker of `node` refused an attempt, and there is another node.
 
-        A node that recovers is used if no other is left. It is not used again if it was chosen before a node with
-        another problem.
+        If the node is recovering, it is tried once more when no other node is left. Otherwise it is excluded.
         """
         if refusal.recovering and node not in self._avoided:
             self._avoided.add(node)
@@ -132,7 +131,7 @@ class NodeSelection:
     def _choose_among(
         self, names: Iterable[str], model: str, needs: NodeNeeds, cached_tokens: Mapping[str, int]
     ) -> ChosenNode | NoNode:
-        nodes = [self._nodes[name] for name in names if name in self._nodes]  # others were added since
+        nodes = [self._nodes[name] for name in names if name in self._nodes]  # nodes that were added later are left out
         facts = [self._facts(node, model, cached_tokens.get(node.name, 0)) for node in nodes]
         found = choose(facts, needs, random.random)
         return self._probed(found, facts, model) if isinstance(found, ChosenNode) and found.others else found

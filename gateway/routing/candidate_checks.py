@@ -59,9 +59,9 @@ def about_tokens(size_bytes: int) -> int:
     return size_bytes // BYTES_PER_TOKEN
 
 
-def is_alternative(context_length: int | None, to: int) -> bool:
-    """Whether a context of `context_length` (None: unknown) may hold a prompt that a context of `to` does not."""
-    return context_length is None or context_length > to
+def is_alternative(context_length: int | None, too_short: int) -> bool:
+    """Whether a context of `context_length` (None: unknown) may hold a prompt that one of `too_short` does not."""
+    return context_length is None or context_length > too_short
 
 
 def too_long(candidate: Candidate, prompt_tokens: int, max_tokens: int | None, context_length: int) -> Dropped:
@@ -160,7 +160,9 @@ def deferral(
     message = too_slow(expected, allowed)
     if message is None:
         return None
-    better = next((other for other, its in later if not other.is_local or its.is_quicker_than(expected)), None)
+    better = next(
+        (other for other, prediction in later if not other.is_local or prediction.is_quicker_than(expected)), None
+    )
     if better is None:
         return None
     return Dropped(candidate, Drop.TOO_SLOW, f"{message}; {better.name} is tried first", expected.wait_seconds)

@@ -1,6 +1,6 @@
 """The state that this gateway shares with others: whether the store answers, its clock, and the live gateways.
 
-While the store is lost every caller goes on with its local state.
+While the store does not answer, every caller uses its local state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OnMessage = Callable[..., None]
 
 
 class SharedState:
-    """One gateway's part. Parts that keep shared data add their callbacks before `start`.
+    """This gateway's connection to the shared state. Objects that keep shared data add their callbacks before `start`.
 
     `on_up` runs after each connection, `on_tick` with each heartbeat, `on_down` when the store is lost; `on_message`
     has a function for each kind of published message. `count_file` keeps the number of gateways for a start without
@@ -85,7 +85,7 @@ class SharedState:
         return server_seconds - self._offset
 
     async def start(self) -> None:
-        """Connects, and waits for it for START_SECONDS at most; without the store the gateway starts alone."""
+        """Waits at most START_SECONDS for the connection to the store. Without it the gateway starts alone."""
         if self._count_file is not None:
             self.gateways = await self._count_file.load()
         self._tasks = [
@@ -99,7 +99,7 @@ class SharedState:
             self._note_down("no answer in time")
 
     async def stop(self) -> None:
-        """Tells the other gateways and closes the connections."""
+        """Removes this gateway from the live gateways and closes the connections."""
         if self.is_up:
             self.post("heartbeat", "leave_fleet", [GATEWAYS], [self.gateway])
         for task in self._tasks:
@@ -191,14 +191,14 @@ class SharedState:
         self._why = why
 
     async def _listen(self) -> None:
-        """Receives published messages. Losing one is not an error: what they announce is read regularly as well."""
+        """Receives published messages. A lost message does no harm: the data it announces is also read regularly."""
         while True:
             try:
                 await self._store.listen(self._receive)
             except StoreLostError:
                 pass
             except Exception:
-                log.exception("internal error in a message of the shared state")
+                log.exception("internal error while handling a message of the shared state")
             await asyncio.sleep(FIRST_WAIT_SECONDS if self.is_up else HEARTBEAT_SECONDS)
 
     def _receive(self, text: str) -> None:

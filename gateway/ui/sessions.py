@@ -8,16 +8,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 IDLE_SECONDS = 12 * 3600.0
-"""A session without a request for longer ends."""
+"""A session ends after this time without a request."""
 MAX_SESSIONS = 1000
-"""The session without a request for longest ends when there are more."""
+"""If there are more, the session whose last request was longest ago ends."""
 
 FREE_FAILURES = 5
 """Failed sign-ins of an address before its attempts are limited."""
 PAUSE_SECONDS = 1.0
 """Time between two attempts after that."""
 FORGET_SECONDS = 900.0
-"""After this time without a failure an address starts again."""
+"""The failures of an address are forgotten after this time without another one."""
 MAX_ADDRESSES = 1000
 
 

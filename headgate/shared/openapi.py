@@ -1,4 +1,4 @@
-"""Completes the OpenAPI description of a service: hot paths, the error envelope, the key.
+"""Completes the OpenAPI description of a service: paths that FastAPI does not serve, the error envelope, the key.
 
 FastAPI describes its own routes. This module adds the paths that are served without FastAPI, the common form of all
 errors, status 400 for invalid requests, and the required API key.
@@ -46,14 +46,14 @@ _JSON = "application/json"
 def completed(
     described: Mapping[str, Any],
     hot: Mapping[str, Mapping[str, Any]],
-    open_paths: Collection[str],
+    keyless_paths: Collection[str],
     streams: Collection[str] = (),
     parts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Adds the paths of `hot`, with the JSON schema of each body, to FastAPI's document `described`.
+    """Adds paths that FastAPI does not serve to its document `described`: `hot` has the JSON schema of each body.
 
-    `open_paths` need no key. Of the hot paths, `streams` answer with server-sent events too. `parts` are schemas that
-    the bodies refer to, by name.
+    `keyless_paths` need no key. Of the paths of `hot`, `streams` answer with server-sent events too. `parts` are
+    schemas that the bodies refer to, by name.
     """
     found = copy.deepcopy(dict(described))
     paths = found.setdefault("paths", {})
@@ -72,7 +72,7 @@ def completed(
                 "description": "an error",
                 "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
             }
-            if path not in open_paths:
+            if path not in keyless_paths:
                 operation["security"] = [{"key": []}]
     return found
 

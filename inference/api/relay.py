@@ -193,7 +193,7 @@ class Relay:
             model,
             priority=request.priority,
             seconds=request.seconds_left(now) if rerun.crashes else request.deadline_seconds,
-            counts=not request.probe and not request.only_tokenizes,
+            counts_as_use=not request.probe and not request.only_tokenizes,
             alone=rerun.alone,
             retries=rerun.crashes,
             conversation=request.conversation,

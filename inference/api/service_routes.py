@@ -35,7 +35,7 @@ _TYPES: Mapping[str, type[Body]] = {
 _SCHEMAS = {path: json_schema(type_, is_public=False) for path, type_ in _TYPES.items()}
 
 BODIES: Mapping[str, Mapping[str, Any]] = {path: body for path, (body, _) in _SCHEMAS.items()}
-"""The body of each hot path."""
+"""The body schema of each path that is served without FastAPI."""
 
 _PARTS = {name: part for _, parts in _SCHEMAS.values() for name, part in parts.items()}
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
@@ -89,5 +89,5 @@ def router(app: FastAPI, authority: Authority, metrics: Metrics, is_draining: Ca
 
 
 def description(app: FastAPI) -> dict[str, Any]:
-    """The complete description: the routes of `app` and the hot paths."""
+    """The complete description: the routes of `app` and the paths that are served without FastAPI."""
     return openapi.completed(app.openapi(), BODIES, KEYLESS_PATHS, _STREAMS, _PARTS)

@@ -103,7 +103,7 @@ class Wanted:
     model: str
     priority: Priority = Priority.NORMAL
     seconds: float | None = None
-    counts: bool = True
+    counts_as_use: bool = True
     alone: bool = False
     retries: int = 0
     purpose: Purpose = Purpose.CLIENT

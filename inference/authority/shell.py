@@ -304,19 +304,19 @@ class Authority:
         *,
         priority: Priority = Priority.NORMAL,
         seconds: float | None = None,
-        counts: bool = True,
+        counts_as_use: bool = True,
         alone: bool = False,
         retries: int = 0,
         conversation: str | None = None,
         any_replica: bool = False,
         evicts: bool = True,
     ) -> Ticket:
-        """A ticket for `model`, granted at once if the model is ready. `counts`: false for probes.
+        """A ticket for `model`, granted at once if the model is ready. `counts_as_use`: false for probes.
 
-        `alone`: no other request may run beside it. `retries`: number of earlier attempts; with any, the queue limit
-        does not apply. With `any_replica` the id of a model stands for all its replicas; requests with the same
-        `conversation` get the same one if possible. Without `evicts` no other model leaves for it: if it does not fit
-        into free memory, it fails with the numbers. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS.
+        `alone`: no other request may run beside it. `retries`: number of earlier attempts; the queue limit applies
+        only to the first attempt. With `any_replica` the id of a model stands for all its replicas; requests with the same
+        `conversation` get the same one if possible. Without `evicts` no other model is evicted: if it does not fit
+        into free memory, the ticket fails with the numbers. Waits at most `seconds` and INFERENCE_ACQUIRE_TIMEOUT_SECONDS.
         Raises ShuttingDown, QueueFull and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
@@ -326,7 +326,7 @@ class Authority:
             model,
             priority,
             seconds,
-            counts,
+            counts_as_use,
             alone,
             retries,
             conversation=conversation,

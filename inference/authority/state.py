@@ -167,7 +167,7 @@ class LeaseRecord:
     id: int
     model: str
     worker: str
-    counts: bool = True
+    counts_as_use: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class TicketRecord:
     model: str
     waiter: Waiter
     wait_seconds: float
-    counts: bool = True
+    counts_as_use: bool = True
     purpose: Purpose = Purpose.CLIENT
     conversation: str | None = None
     """the key of its conversation, by which it finds the same replica again"""

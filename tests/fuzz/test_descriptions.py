@@ -31,14 +31,14 @@ def test_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None
     assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps([described, parts]))) == set(parts)
 
 
-def check(described: dict[str, Any], hot: set[str], open_paths: set[str]) -> None:
+def check(described: dict[str, Any], hot: set[str], keyless_paths: set[str]) -> None:
     assert described["openapi"].startswith("3.1")
     assert hot <= set(described["paths"])
     for path, methods in described["paths"].items():
         for operation in methods.values():
             assert "422" not in operation["responses"], "invalid input is 400"
             assert "default" in operation["responses"]
-            assert ("security" in operation) is (path not in open_paths)
+            assert ("security" in operation) is (path not in keyless_paths)
     assert set(described["components"]["schemas"]) & {"HTTPValidationError", "ValidationError"} == set()
 
 

@@ -216,7 +216,7 @@ async def test_each_error_raises_its_class(all_tiers: Tiers) -> None:
             assert got.response.headers["retry-after"] == "7"
 
 
-async def test_errors_of_responses_raise_the_same_classes(all_tiers: Tiers) -> None:
+async def test_errors_of_the_responses_api_raise_the_classes_of_the_sdk(all_tiers: Tiers) -> None:
     client = all_tiers.client
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").responses.create(model="demo", input="Hi")

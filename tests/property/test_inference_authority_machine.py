@@ -143,7 +143,7 @@ class Authority(RuleBasedStateMachine):
 
     @rule(name=names)
     def probe(self, name: str) -> None:
-        self.world.want(name, counts=False)
+        self.world.want(name, counts_as_use=False)
 
     @precondition(lambda self: self.world.pending)
     @rule(number=numbers, at_grant=st.booleans())

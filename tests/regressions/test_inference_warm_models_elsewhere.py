@@ -125,8 +125,8 @@ def test_drained_model_stays_after_the_last_optional_load_was_refused() -> None:
     models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     config = configuration(models, memory_limit_gb=0.6, enable_lazy_model_loading=False)
     world = CheckedWorld(config, sizes, ())
-    world.want("a", counts=False)
-    ticket = world.want("b", counts=False)
+    world.want("a", counts_as_use=False)
+    ticket = world.want("b", counts_as_use=False)
     world.want("a")
     for _ in range(8):
         world.deliver_all(3)

@@ -627,7 +627,7 @@ class World:
         """As the shell does it."""
         request = self.pending.pop(id)
         self.leases[record.id] = record.worker
-        self.uses[record.model] += record.counts
+        self.uses[record.model] += record.counts_as_use
         process: Any = SimpleNamespace(process=None)
         devices = self.state.workers[record.worker].placement.devices
         lease = Lease(_Issuer(self), record, process, devices)

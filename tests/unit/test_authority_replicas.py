@@ -302,7 +302,7 @@ def test_lost_device_takes_one_replica() -> None:
     assert where(world, world.want("a")) == "a@2"
 
 
-def test_status_of_a_model_is_that_of_all_its_replicas() -> None:
+def test_status_of_a_model_sums_up_all_its_replicas() -> None:
     world = both_loaded(parallel=2)
     [world.want("a") for _ in range(3)]
     found = status(world)

@@ -784,7 +784,7 @@ def test_models_are_preloaded_and_the_first_error_is_the_exit_code(serve: Any, c
     [
         ("healthy", "", 0, "gpu-0: healthy\n"),
         ("suspect", "NVML is silent", 0, "gpu-0: suspect, NVML is silent\n"),
-        ("lost", "it was cut", 1, "gpu-0: lost, it was cut\n"),
+        ("lost", "its connections were cut", 1, "gpu-0: lost, its connections were cut\n"),
     ],
 )
 def test_device_is_recovered_by_command(serve: Any, capsys: Any, state: str, note: str, code: int, words: str) -> None:

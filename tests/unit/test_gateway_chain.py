@@ -169,9 +169,9 @@ def test_retry_after_has_a_default_for_each_reason() -> None:
 
 
 def test_retry_after_is_that_of_a_lost_device() -> None:
-    facts = Facts(fits=False, fit_reason="gpu-0 is lost (it was cut)", fit_in=6.4)
+    facts = Facts(fits=False, fit_reason="gpu-0 is lost (its connections were cut)", fit_in=6.4)
     (dropped,) = select([LOCAL], lambda _: facts, Requirements()).dropped
-    assert (dropped.retry_in, dropped.message) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
+    assert (dropped.retry_in, dropped.message) == (6.4, "cannot fit now: gpu-0 is lost (its connections were cut)")
     outcome = CandidateOutcome(LOCAL, "cannot_fit", dropped.message, dropped.retry_in, Drop.NO_FIT)
     assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.apis.ollama import ollama_answer
-from gateway.apis.ollama.ollama_answer import Answering, OllamaLines
+from gateway.apis.ollama.ollama_answer import AnswerContext, OllamaLines
 from gateway.apis.ollama.ollama_body import IGNORED_OPTIONS
 from gateway.apis.ollama.ollama_request import (
     ParsedRequest,
@@ -91,7 +91,7 @@ def test_images_become_parts() -> None:
     assert refused("chat", messages=[{**HI, "images": ["AAAA"]}])[0] == "messages[0].images[0]"
 
 
-def test_results_of_tools_find_their_calls() -> None:
+def test_tool_results_are_matched_to_their_calls() -> None:
     calls = [{"function": {"name": name, "arguments": {"at": 1}}} for name in ("look", "go")]
     turns = [
         HI,
@@ -183,8 +183,8 @@ SHOWN_CALL = {"id": "c", "function": {"name": "look", "arguments": {"at": 1}}}
 LOGPROB = {"token": "a", "logprob": -1.0}
 
 
-def how(shows: Any = ollama_answer.in_message, *, only_loads: bool = False) -> Answering:
-    return Answering("demo", Clock(), shows, only_loads)
+def how(shows: Any = ollama_answer.in_message, *, only_loads: bool = False) -> AnswerContext:
+    return AnswerContext("demo", Clock(), shows, only_loads)
 
 
 def frames(*choices: Mapping[str, Any]) -> list[Any]:
@@ -267,7 +267,7 @@ def test_streamed_generation_load_and_error() -> None:
 
 def test_embedding_answers_and_errors() -> None:
     answer = {"model": "mini", "data": [{"embedding": [1.0]}, {"embedding": [2.0]}], "usage": {"prompt_tokens": 4}}
-    found = ollama_answer.embedded(answer, how())
+    found = ollama_answer.embeddings(answer, how())
     assert (found["model"], found["embeddings"], found["prompt_eval_count"]) == ("mini", [[1.0], [2.0]], 4)
-    assert ollama_answer.embedded_alone(answer, how()) == {"embedding": [1.0]}
+    assert ollama_answer.single_embedding(answer, how()) == {"embedding": [1.0]}
     assert ollama_answer.error_body(RequestError(Code.MODEL_NOT_FOUND, "unknown")) == {"error": "unknown"}

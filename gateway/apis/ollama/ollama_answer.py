@@ -32,8 +32,11 @@ class Clock(Protocol):
         ...
 
 
-class Answering(NamedTuple):
-    """What the answer to one request needs. `shows` writes text and reasoning in the form of the endpoint."""
+class AnswerContext(NamedTuple):
+    """What the translation of an answer needs to know about its request.
+
+    `shows` makes the fields for text and reasoning, which differ between `/api/chat` and `/api/generate`.
+    """
 
     model: str
     clock: Clock
@@ -56,7 +59,7 @@ def error_body(error: GatewayError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def whole(answer: Mapping[str, Any], how: Answering) -> dict[str, Any]:
+def whole(answer: Mapping[str, Any], how: AnswerContext) -> dict[str, Any]:
     """The answer for a `chat.completion` or a `text_completion`. Its durations are those of the whole request."""
     choice = answer["choices"][0]
     message = mapping(choice, "message")
@@ -79,7 +82,7 @@ def _called(call: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, A
 
 
 def _end(
-    how: Answering, finish_reason: Any, usage: Any, total: int, prompt_evaluation: int, evaluation: int
+    how: AnswerContext, finish_reason: Any, usage: Any, total: int, prompt_evaluation: int, evaluation: int
 ) -> dict[str, Any]:
     """The last fields of an answer; durations in nanoseconds."""
     reason = "load" if how.only_loads else "stop" if finish_reason in _CALLS else str(finish_reason or "stop")
@@ -95,7 +98,7 @@ def _end(
     }
 
 
-def embedded(answer: Mapping[str, Any], how: Answering) -> dict[str, Any]:
+def embeddings(answer: Mapping[str, Any], how: AnswerContext) -> dict[str, Any]:
     """The answer of `/api/embed`."""
     return {
         "model": text(answer, "model") or how.model,
@@ -106,7 +109,7 @@ def embedded(answer: Mapping[str, Any], how: Answering) -> dict[str, Any]:
     }
 
 
-def embedded_alone(answer: Mapping[str, Any], how: Answering) -> dict[str, Any]:
+def single_embedding(answer: Mapping[str, Any], how: AnswerContext) -> dict[str, Any]:
     """The answer of `/api/embeddings`."""
     return {"embedding": answer["data"][0]["embedding"]}
 
@@ -128,7 +131,7 @@ class OllamaLines:
 
     media_type = b"application/x-ndjson"
 
-    def __init__(self, how: Answering) -> None:
+    def __init__(self, how: AnswerContext) -> None:
         self._how = how
         self._model = how.model
         self._calls: dict[Any, _Call] = {}

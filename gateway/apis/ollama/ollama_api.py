@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.ollama import ollama_answer, ollama_request
-from gateway.apis.ollama.ollama_answer import Answering, OllamaLines
+from gateway.apis.ollama.ollama_answer import AnswerContext, OllamaLines
 from gateway.apis.ollama.ollama_body import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -40,7 +40,7 @@ class _Path(NamedTuple):
     body: type[Body]
     parse: Callable[[bytes], ParsedRequest]
     shows: Callable[[str, str], dict[str, Any]]
-    whole: Callable[[Mapping[str, Any], Answering], dict[str, Any]]
+    whole: Callable[[Mapping[str, Any], AnswerContext], dict[str, Any]]
     streams: bool
 
 
@@ -52,13 +52,13 @@ PATHS: Mapping[str, _Path] = {
         OllamaGenerateRequest, ollama_request.parse_generate, ollama_answer.in_response, ollama_answer.whole, True
     ),
     "/api/embed": _Path(
-        OllamaEmbedRequest, ollama_request.parse_embed, ollama_answer.in_response, ollama_answer.embedded, False
+        OllamaEmbedRequest, ollama_request.parse_embed, ollama_answer.in_response, ollama_answer.embeddings, False
     ),
     "/api/embeddings": _Path(
         OllamaEmbeddingsRequest,
         ollama_request.parse_embeddings,
         ollama_answer.in_response,
-        ollama_answer.embedded_alone,
+        ollama_answer.single_embedding,
         False,
     ),
 }
@@ -72,8 +72,8 @@ class _Request:
     clock: _Clock = field(default_factory=_Clock)
 
     @property
-    def _how(self) -> Answering:
-        return Answering(self.request.model, self.clock, self.path.shows, self.only_loads)
+    def _how(self) -> AnswerContext:
+        return AnswerContext(self.request.model, self.clock, self.path.shows, self.only_loads)
 
     def with_request(self, request: InferenceRequest) -> _Request:
         return replace(self, request=request)

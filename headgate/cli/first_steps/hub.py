@@ -129,7 +129,7 @@ class Hub:
             files = {file.name: file for file in map(_file, answer["siblings"])}
             commit = str(answer["sha"])
         except (KeyError, TypeError, ValueError) as error:
-            raise HubError(f"{self._shown} answered with an unknown description of {source.repository}") from error
+            raise HubError(f"{self._shown} answered without a list of files for {source.repository}") from error
         try:
             first = source.choose(list(files))
         except ValueError as error:

@@ -79,7 +79,7 @@ class Dumps:
 
     def _get(self, id: str, param: str) -> dict[str, Any]:
         if (dump := self._kept.get(id)) is None:
-            there = ", ".join(self._kept) or "none was made"
+            there = ", ".join(self._kept) or "none; make one with POST /memory/dump"
             raise InvalidRequestError(
                 f"unknown dump {id[:100]!r}; stored dumps: {there}", code=Code.NOT_FOUND, param=param
             )

@@ -22,6 +22,9 @@ SLOWEST_MOVE_BYTES_PER_SECOND = 100e6
 """The speed of a copy within memory on busy cores."""
 
 
+_ENDED = "the RPC server of the simulated GPU has ended"
+
+
 class NoServerError(Exception):
     """A ggml server did not start."""
 
@@ -53,19 +56,19 @@ class Server:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if self.process.stdin.is_closing():
-            raise ServerEndedError("the RPC server of the simulated GPU has ended")
+            raise ServerEndedError(_ENDED)
         try:
             async with asyncio.timeout(MIN_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
                 self.process.stdin.write(json.dumps(command).encode() + b"\n")
                 await self.process.stdin.drain()
                 line = await self.process.stdout.readline()
             if not line.endswith(b"\n"):
-                raise ServerEndedError("its server ended")
+                raise ServerEndedError(_ENDED)
             answer = json.loads(line)
         except (BrokenPipeError, ConnectionResetError):
-            raise ServerEndedError("its server ended") from None
+            raise ServerEndedError(_ENDED) from None
         except (TimeoutError, OSError, ValueError) as error:
-            raise NotMovedError(f"its server did not answer ({type(error).__name__})") from None
+            raise NotMovedError(f"the simulated GPU did not answer ({type(error).__name__})") from None
         if "error" in answer:
             raise NotMovedError(str(answer["error"]))
 

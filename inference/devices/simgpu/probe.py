@@ -197,7 +197,7 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         rpc_endpoint=device["endpoint"],
         environment=HIDDEN,
         sign=Sign.FAILED if lost else Sign.HEALTHY,
-        note="it was cut" if lost else "",
+        note="its connections were cut" if lost else "",
         context_bytes=device["context_bytes"],
         process_bytes={int(pid): count for pid, count in device["processes"].items()},
     )

@@ -163,7 +163,7 @@ class DiskTier:
         try:
             encoded, head = self._head(handle)
             if head.sequence.tokens != sequence.tokens or head.sequence.tenant != sequence.tenant:
-                raise InvalidEntryError("of another sequence")
+                raise InvalidEntryError("belongs to another sequence")
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(handle, 0, head.sizes.all_bytes, os.POSIX_FADV_SEQUENTIAL)
             region = arena.allocate(head.sizes.all_bytes, max_bytes, maps=False)
@@ -191,7 +191,7 @@ class DiskTier:
                 finally:
                     os.close(handle)
                 if self.name_of(head.sequence) != name:
-                    raise InvalidEntryError("of another sequence")
+                    raise InvalidEntryError("belongs to another sequence")
             except FileNotFoundError:
                 continue
             except (InvalidEntryError, OSError) as error:
@@ -203,7 +203,7 @@ class DiskTier:
     def discard(self, name: str, reason: Exception) -> None:
         """Removes an unusable file, with a log line. A file stays if the error may be temporary."""
         removes = not isinstance(reason, OSError) or reason.errno in _UNREADABLE
-        text = reason.strerror if isinstance(reason, OSError) else f"it is {reason}"
+        text = reason.strerror if isinstance(reason, OSError) else f"it {reason}"
         log.warning("stored sequence %s %s: %s", self._own / name, "removed" if removes else "skipped", text)
         if removes:
             self.remove(name)
@@ -231,21 +231,21 @@ class DiskTier:
         """The verified head of a file of this model. Raises InvalidEntryError."""
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidEntryError("not a regular file")
+            raise InvalidEntryError("is not a regular file")
         encoded = bytearray(HEAD_BYTES)
         count = os.preadv(handle, [encoded], 0)
         prefix = decode_prefix(encoded[: min(count, HEADER_BYTES)])
         if prefix.all_bytes != status.st_size:
-            raise InvalidEntryError("not as long as its header says")
+            raise InvalidEntryError("is not as long as its header says")
         if prefix.state_at > self._max_head_bytes:
-            raise InvalidEntryError("longer than the context of the model")
+            raise InvalidEntryError("is longer than the context of the model")
         if prefix.state_at > count:
             encoded = bytearray(prefix.state_at)
             _read_exactly(handle, memoryview(encoded), 0)
         del encoded[prefix.state_at :]
         head = decode_head(encoded)
         if head.key != self._key:
-            raise InvalidEntryError("made with another file or other settings of the model")
+            raise InvalidEntryError("was made with another file or other settings of the model")
         return encoded, head
 
     def _read_states(self, handle: int, head: Head, arena: Arena, region: Region) -> None:
@@ -256,7 +256,7 @@ class DiskTier:
             arena.fill(region, at, handle, end - at)
             states.update(region.view[at:end])
         if states.intdigest() != head.states_sum:
-            raise InvalidEntryError("damaged: the checksum of its states is wrong")
+            raise InvalidEntryError("is damaged: the checksum of its states is wrong")
         region.is_ready = True
 
     def _create(self, path: Path, count_bytes: int) -> int:
@@ -296,7 +296,7 @@ class DiskTier:
                 try:
                     temporary.rename(self._own / self.name_of(sequence))
                 except IsADirectoryError:
-                    self.discard(self.name_of(sequence), InvalidEntryError("a directory"))
+                    self.discard(self.name_of(sequence), InvalidEntryError("is a directory"))
                     temporary.rename(self._own / self.name_of(sequence))
             finally:
                 os.close(handle)
@@ -433,7 +433,7 @@ def _read_exactly(handle: int, target: memoryview, offset: int) -> None:
     while done < len(target):
         count = os.preadv(handle, [target[done:]], offset + done)
         if count == 0:
-            raise InvalidEntryError("shorter than its header says")
+            raise InvalidEntryError("is shorter than its header says")
         done += count
 
 

@@ -194,13 +194,13 @@ def set_times(header: Buffer, used_at: float, pinned_until: float) -> None:
 def decode_prefix(header: Buffer) -> Prefix:
     """The fields of a header that are needed to read the head. Raises InvalidEntryError."""
     if len(header) < HEADER_BYTES:
-        raise InvalidEntryError("shorter than its header")
+        raise InvalidEntryError("is shorter than its header")
     mark, progress, metadata_bytes, tokens, state_bytes, all_bytes, *_ = _HEADER.unpack_from(header)
     if mark != MARK:
-        raise InvalidEntryError("not an entry of this version")
+        raise InvalidEntryError("was written by another version")
     sizes = Sizes(metadata_bytes, tokens, state_bytes)
     if metadata_bytes > MAX_METADATA_BYTES or tokens > MAX_TOKENS or sizes.all_bytes > all_bytes:
-        raise InvalidEntryError("sizes that do not fit together")
+        raise InvalidEntryError("is damaged: its sizes do not fit together")
     return Prefix(progress, sizes.state_at, all_bytes)
 
 
@@ -208,21 +208,21 @@ def decode_head(head: Buffer) -> Head:
     """Reads and verifies everything before the states. Raises InvalidEntryError."""
     prefix = decode_prefix(head)
     if prefix.progress != Progress.COMPLETE:
-        raise InvalidEntryError("not complete")
+        raise InvalidEntryError("is not complete")
     if len(head) < prefix.state_at:
-        raise InvalidEntryError("shorter than its head")
+        raise InvalidEntryError("is shorter than its head")
     _, _, metadata_bytes, tokens, state_bytes, all_bytes, head_sum, states_sum, used_at, pinned_until = (
         _HEADER.unpack_from(head)
     )
     if head_sum != _head_sum(head[: prefix.state_at]):
-        raise InvalidEntryError("the checksum of its head is wrong")
+        raise InvalidEntryError("is damaged: the checksum of its head is wrong")
     try:
         found = msgspec.json.decode(head[HEADER_BYTES : HEADER_BYTES + metadata_bytes], type=_Metadata)
     except msgspec.DecodeError as error:  # written by another version
-        raise InvalidEntryError(f"unknown metadata ({error})") from error
+        raise InvalidEntryError(f"has unknown metadata ({error})") from error
     sizes = Sizes(metadata_bytes, tokens, state_bytes, tuple(at[2] for at in found.checkpoints))
     if sizes.all_bytes != all_bytes:
-        raise InvalidEntryError("checkpoints that do not fit its size")
+        raise InvalidEntryError("is damaged: its checkpoints do not fit its size")
     sequence = StoredSequence(
         tokens=array("i", bytes(head[sizes.tokens_at : sizes.tokens_at + 4 * tokens])),
         tenant=found.tenant,

@@ -297,7 +297,7 @@ class TieredStore:
             try:
                 head = decode_head(region.view[: decode_prefix(region.view[:HEADER_BYTES]).state_at])
             except InvalidEntryError as error:
-                log.warning("stored sequence removed from host memory: it is %s", error)
+                log.warning("stored sequence removed from host memory: it %s", error)
                 self._counts.invalid += 1
                 self._memory.arena.release(region)
                 continue

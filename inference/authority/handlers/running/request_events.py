@@ -41,7 +41,7 @@ def wanted(draft: Draft, event: Wanted) -> None:
         event.model if model is None else model.id,
         waiter,
         wait_seconds,
-        event.counts,
+        event.counts_as_use,
         event.purpose,
         event.conversation,
         movable=is_movable,
@@ -68,12 +68,12 @@ def wanted(draft: Draft, event: Wanted) -> None:
 
 def _queue_full(draft: Draft, model: ModelRecord, priority: Priority) -> QueueFull:
     advice = draft.state.advice
-    turned = (draft.now, priority, draft.state.settings.queue_limits[priority])
-    rejections = (*advice.rejections, turned)[-MAX_REJECTIONS:]
+    rejection = (draft.now, priority, draft.state.settings.queue_limits[priority])
+    rejections = (*advice.rejections, rejection)[-MAX_REJECTIONS:]
     draft.set(advice=replace(advice, rejections=rejections))
     return QueueFull(
-        f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r} "
-        f"(INFERENCE_QUEUE_{priority.upper()})",
+        f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r}; "
+        f"try again later, or raise INFERENCE_QUEUE_{priority.upper()}",
         retry_after=expectations.seconds_to_service(draft.state, model, priority, draft.now),
         details={FULL_FOR: [priority]},
     )
@@ -128,11 +128,11 @@ def released(draft: Draft, event: Released) -> None:
         return
     model = draft.model(worker.model)
     changes: dict[str, object] = {}
-    if lease.counts:
+    if lease.counts_as_use:
         changes["last_used_at"] = draft.now
     if event.completed and model.backoff.failures:
         changes["backoff"] = model.backoff.completed()
-    if event.completed and lease.counts:
+    if event.completed and lease.counts_as_use:
         changes["pace"] = model.pace.answered(draft.now - model.answered_at)
         changes["answered_at"] = draft.now
         changes["prefill_tokens_per_second"] = expectations.prefill_rate(draft.state, model)
@@ -172,7 +172,7 @@ def reload_lost(draft: Draft) -> None:
             ticket.model == name and ticket.purpose is Purpose.RELOAD for ticket in draft.state.tickets.values()
         )
         if model is not None and not model.removed and not draft.state.closing and not is_waiting:
-            wanted(draft, Wanted(draft.number(), name, Priority.LOW, counts=False, purpose=Purpose.RELOAD))
+            wanted(draft, Wanted(draft.number(), name, Priority.LOW, counts_as_use=False, purpose=Purpose.RELOAD))
 
 
 def reload_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) -> None:

@@ -52,7 +52,7 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
         return
     worker = draft.worker_of(ticket.model)
     assert worker is not None
-    lease = LeaseRecord(draft.number(), ticket.model, worker.id, ticket.counts)
+    lease = LeaseRecord(draft.number(), ticket.model, worker.id, ticket.counts_as_use)
     is_alone = ticket.waiter.alone and not worker.leases
     draft.cancel(TimerKind.ALONE, worker.id)
     worker = draft.set_worker(
@@ -64,7 +64,7 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
     if is_alone:
         _limit_alone(draft, worker)
     model = draft.model(ticket.model)
-    if lease.counts:
+    if lease.counts_as_use:
         model = draft.set_model(model.id, uses=model.uses + 1, last_used_at=draft.now)
     if ticket.conversation is not None and ticket.movable:
         replicas.note_served(draft, model, ticket.conversation)

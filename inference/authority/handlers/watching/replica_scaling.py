@@ -53,7 +53,7 @@ def _scale(draft: Draft, first: ModelRecord) -> None:
 def _load(draft: Draft, first: ModelRecord, id: str) -> None:
     draft.debug("%s needs a further replica: loading %s", first.id, id)
     _set(draft, first.id, crowded_since=math.inf)
-    wanted = Wanted(draft.number(), id, Priority.LOW, counts=False, purpose=Purpose.REPLICA)
+    wanted = Wanted(draft.number(), id, Priority.LOW, counts_as_use=False, purpose=Purpose.REPLICA)
     request_events.wanted(draft, wanted)
 
 
