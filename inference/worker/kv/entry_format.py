@@ -197,7 +197,7 @@ def decode_prefix(header: Buffer) -> Prefix:
         raise InvalidEntryError("is shorter than its header")
     mark, progress, metadata_bytes, tokens, state_bytes, all_bytes, *_ = _HEADER.unpack_from(header)
     if mark != MARK:
-        raise InvalidEntryError("was written by another version")
+        raise InvalidEntryError("is not an entry of this version")
     sizes = Sizes(metadata_bytes, tokens, state_bytes)
     if metadata_bytes > MAX_METADATA_BYTES or tokens > MAX_TOKENS or sizes.all_bytes > all_bytes:
         raise InvalidEntryError("is damaged: its sizes do not fit together")
