@@ -313,11 +313,12 @@ class Authority:
     ) -> Ticket:
         """A ticket for `model`, granted at once if the model is ready. `counts_as_use`: false for probes.
 
-        `alone`: no other request may run beside it. `retries`: number of earlier attempts; the queue limit applies to
-        the first attempt only. With `any_replica` the id of a model stands for all its replicas; requests with the
-        same `conversation` get the same one if possible. Without `evicts` no other model is evicted: if it does not fit
-        into free memory, the ticket fails with the numbers. Waits at most `seconds` and
-        INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull and ModelNotFound; the ticket raises later errors.
+        `alone`: no other request may run beside it. `retries`: number of earlier attempts; the queue limit
+        applies to the first attempt only. With `any_replica` the id of a model stands for all its replicas;
+        requests with the same `conversation` get the same one if possible. Without `evicts` no other model is
+        evicted: if it does not fit into free memory, the ticket fails with the numbers. Waits at most `seconds`
+        and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull and ModelNotFound; the ticket
+        raises later errors.
         """
         ticket = Ticket(self, self._number())
         self._tickets[ticket.id] = ticket
