@@ -6,7 +6,7 @@ GatewayError
 └── RefusedError         the gateway cannot serve now: queue full, no tier available, shutting down
 
 UpstreamError            an error of one attempt at a provider; `gateway.breaker.outcome` classifies it
-StoreLostError           the store that gateways share does not answer; the caller goes on with its local state
+StoreLostError           the store that gateways share does not answer; the caller continues with its local state
 """
 
 from __future__ import annotations

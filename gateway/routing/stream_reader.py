@@ -119,7 +119,7 @@ class StreamReader:
     def abort(self) -> None:
         """Cancels the wait: the provider was found to be down. The attempt ends like one whose deadline passed.
 
-        A stream that was open and not silent for DOWN_SECONDS goes on: it shows that the provider is only slow.
+        A stream that was open and not silent for DOWN_SECONDS continues: it shows that the provider is only slow.
         """
         is_alive = self._frames is not None and self.silent_seconds() < DOWN_SECONDS
         if self._task is not None and not is_alive:

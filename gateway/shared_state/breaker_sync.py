@@ -41,15 +41,15 @@ class _Entry(NamedTuple):
 
 
 class BreakerSync:
-    """The breakers of one gateway and their shared state. `knows` tells whether a provider is configured here."""
+    """The breakers of one gateway and their shared state. `is_configured`: whether this gateway has a provider."""
 
     def __init__(
-        self, state: SharedState, store: BreakerFile, breakers: Breakers, knows: Callable[[str], bool]
+        self, state: SharedState, store: BreakerFile, breakers: Breakers, is_configured: Callable[[str], bool]
     ) -> None:
         self._state = state
         self._store = store
         self._breakers = breakers
-        self._knows = knows
+        self._is_configured = is_configured
         self._known: dict[Key, _Entry] = {}
         self._version = ""
         self._changed: dict[Key, float] = {}
@@ -139,7 +139,7 @@ class BreakerSync:
         known, changed_at = self._known.get(key), self._changed.get(key)
         if known is not None and entry.at <= known.at:
             return
-        if not self._knows(key[0]):
+        if not self._is_configured(key[0]):
             self._version = ""  # read again: it may be a node that this gateway has yet to find
             return
         self._known[key] = entry

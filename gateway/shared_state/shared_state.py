@@ -185,7 +185,7 @@ class SharedState:
         self._on_state(False, self.gateways)
         if self._why is None:
             log.warning(
-                "shared state: %s does not answer (%s); this gateway goes on with its own state and 1/%d of the limits",
+                "shared state: %s does not answer (%s); this gateway uses its own state and 1/%d of the limits",
                 self._address, why, self.gateways,
             )  # fmt: skip
         self._why = why

@@ -116,7 +116,7 @@ class TrafficCounters:
         start = _start(now)
         if not self._minutes or self._minutes[-1].start < start:
             self._minutes.append(_Minute(start))
-        return self._minutes[-1]  # after a step back of the clock the newest minute goes on
+        return self._minutes[-1]  # after a step back of the clock the newest minute continues
 
 
 def _start(now: float) -> int:

@@ -99,7 +99,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     @routes.post("/models/{model_id:path}/restart")
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
         ids = authority.replicas(model_id)
-        for id in [id for id in ids if authority.model(id).worker is not None] or ids[:1]:  # the others go on meanwhile
+        for id in [id for id in ids if authority.model(id).worker is not None] or ids[:1]:  # the others keep serving
             await authority.command(Unload(id))
             await authority.load(authority.resolve(id), seconds)  # a reload may have removed it and added it again
         return authority.status(authority.resolve(model_id)).to_json()

@@ -58,7 +58,7 @@ class Overheads:
         return max(least, int(max(seen, default=0) * SAFETY_FACTOR))
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
-        """Adds an observation. Ignores values that cannot be an overhead, and simulated devices, which tell theirs."""
+        """Adds an observation. Ignores impossible values, and simulated devices, which report their overhead."""
         if device.context_bytes is not None or observed_bytes > MAX_BYTES:
             return
         key = key_of(device, shape)
@@ -72,7 +72,7 @@ class Overheads:
 
 
 def context_bytes(device: Reading) -> int:
-    """The initial overhead of a process on an accelerator: what the device tells, else GPU_OVERHEAD_BYTES."""
+    """The initial overhead of a process on an accelerator: what the device reports, else GPU_OVERHEAD_BYTES."""
     return GPU_OVERHEAD_BYTES if device.context_bytes is None else device.context_bytes
 
 

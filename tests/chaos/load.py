@@ -26,7 +26,7 @@ ENDLESS_TOKENS = 400
 """This number of tokens is always generated: the demo models cannot end their answer before."""
 _TAIL_BYTES = 64
 TURNS, TURN_WORDS, KEPT = 3, 24, 10
-"""Turns of a conversation, words of a question, and conversations that a tenant goes on with."""
+"""Turns of a conversation, words of a question, and conversations that a tenant continues."""
 SPYING = 0.3
 _WORDS = (
     "river", "mill", "gate", "water", "morning", "tree", "stone", "road", "house", "bread", "wind", "night", "star",

@@ -128,7 +128,7 @@ def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -
 
 
 def test_divided_model_with_sliding_windows_is_kept_warm_and_restored_with_its_conversations(stack: Stack) -> None:
-    """Also after its worker ended: the sequences are in host memory. The text goes on equally and is not computed."""
+    """Also after its worker ended: the sequences are in host memory. The text continues equally and is not computed."""
     story = "The mill turns and the water runs. " * 30
     body = {"model": "window", "prompt": story, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 

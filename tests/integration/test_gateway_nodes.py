@@ -147,7 +147,7 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_probes")
 async def test_silent_stream_of_a_node_that_probes_find_down_goes_on_at_another_node(fleet: Fleet) -> None:
-    """As after a SIGSTOP. `deadlines.inter_token` is not awaited. A stream that is only slow goes on at its node."""
+    """As after a SIGSTOP. `deadlines.inter_token` is not awaited. A stream that is only slow continues at its node."""
     gateway, words = fleet.gateway, tuple(f" w{number}" for number in range(12))
     gateway.write(CONFIG.format(a=fleet.nodes["a"].url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
@@ -183,7 +183,7 @@ async def test_silent_stream_of_a_node_that_probes_find_down_goes_on_at_another_
 async def test_silent_stream_of_the_only_node_with_the_model_is_awaited_although_probes_find_it_down(
     fleet: Fleet,
 ) -> None:
-    """Nothing else could answer, and the node may go on, as after a pause of its machine."""
+    """Nothing else could answer, and the node may continue, as after a pause of its machine."""
     gateway, service = fleet.gateway, fleet.nodes["a"]
     gateway.write(CONFIG.format(a=service.url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200

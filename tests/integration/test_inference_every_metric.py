@@ -153,7 +153,7 @@ DIRECTIONS = ("save", "load", "write", "read")
 @shows("kv_hits_total", "kv_misses_total", "kv_evicted_total", "kv_invalid_total", "kv_prefetches_total",
        "kv_transfer_bytes_total", "kv_transfer_seconds_total", "kv_restore_seconds_count")  # fmt: skip
 async def _sequences_are_stored(start: Start, _patch: pytest.MonkeyPatch) -> None:
-    """The counters go on when the worker is replaced."""
+    """The counters continue when the worker is replaced."""
     service = await start({"a": {}}, {"a": {"kv_counts": KV_COUNTS}})
     model = service.authority.resolve("a")
     for times in (1, 2):

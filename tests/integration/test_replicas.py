@@ -56,7 +56,7 @@ def ask(stack: Stack, number: int, tokens: int = 40) -> str:
 
 
 def test_replicas_serve_together_and_a_crash_takes_down_one(stack: Stack) -> None:
-    """Requests without output go to the other replica; its own go on. The crashed one is loaded again."""
+    """Requests without output go to the other replica; its own continue. The crashed one is loaded again."""
     assert [item["state"] for item in replicas(stack).values()] == ["ready", "ready"]
     assert {name for item in replicas(stack).values() for name in item["devices"]} == {"gpu-0", "gpu-1"}
     (listed,) = stack.ask("/v1/models", direct=True)["data"]
@@ -71,7 +71,7 @@ def test_replicas_serve_together_and_a_crash_takes_down_one(stack: Stack) -> Non
         os.kill(pids["demo"], signal.SIGKILL)
         assert {answer.result(30) for answer in answers} <= {"length", "stop"}
     after = replicas(stack)
-    assert after["demo@2"]["pid"] == pids["demo@2"], "the other worker goes on"
+    assert after["demo@2"]["pid"] == pids["demo@2"], "the other worker continues"
     ask(stack, 9, 2)
     wait_until("the crashed replica is back", lambda: replicas(stack)["demo"]["state"] in ("ready", "busy"))
 

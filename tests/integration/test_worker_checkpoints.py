@@ -1,4 +1,4 @@
-"""Conversations of models with sliding windows or recurrent states go on from checkpoints, equal to a cold run."""
+"""Conversations of models with sliding windows or recurrent states continue from checkpoints, equal to a cold run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_answer_without_its_reasoning_continues_from_its_beginning(rig: EngineRi
 
 
 def test_a_repeated_prompt_computes_only_its_end(rig: EngineRig) -> None:
-    """A regenerated answer goes on from the checkpoint at its beginning and is the same."""
+    """A regenerated answer continues from the checkpoint at its beginning and is the same."""
     talk = Conversation(rig, 3)
     prompt = talk.prompt(*talk.message(900))
     first = talk.ask(prompt)

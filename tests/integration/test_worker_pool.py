@@ -101,7 +101,7 @@ def test_answers_of_sequences_in_one_batch_do_not_depend_on_each_other(own: Stor
 
 
 def test_a_copy_goes_on_like_its_source_which_is_unchanged(own: StoreRig, pool: StoreRig) -> None:
-    """At once, without a step between, and after the source has gone on and was removed."""
+    """At once, without a step between, and after the source has continued and was removed."""
     known = own.cold(PROMPT)
     pool.fill(0, PROMPT[:-1])
     pool.context.copy(0, 1, len(PROMPT) - 1)
@@ -145,7 +145,7 @@ def test_part_of_a_sequence_is_copied(own: StoreRig, pool: StoreRig, name: str) 
 
 
 def test_windows_of_all_sequences_always_have_room(pool: StoreRig, name: str) -> None:
-    """Copies that all go on to other tokens: each has the cells of its window, however the copies were made."""
+    """Copies that all continue to other tokens: each has the cells of its window, however the copies were made."""
     if name != "window":
         return
     prompt = random_tokens(5, 600)

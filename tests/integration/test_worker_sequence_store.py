@@ -33,7 +33,7 @@ def keep() -> Iterator[int]:
 
 
 def test_a_sequence_returns_from_host_memory(rig: StoreRig) -> None:
-    """The state has the same bytes, and the answer goes on as without a break, in each slot; checkpoints return too."""
+    """The state has the same bytes, and the answer continues unchanged, in each slot; checkpoints return too."""
     tokens = random_tokens(1, 900)
     rig.context.forget_all()
     taken = rig.fill(0, tokens[:-1], checkpoint_every=300)

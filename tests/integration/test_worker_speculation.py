@@ -84,7 +84,7 @@ def test_sampled_answers_are_equal_to_the_byte(rigs: Rigs, sampling: Sampling) -
 
 
 def test_slot_has_the_cells_of_its_answer(rigs: Rigs) -> None:
-    """Rejected proposals are gone: the state of the sequence has the same bytes, and a later prompt goes on from it."""
+    """Rejected proposals leave no trace: the state has the same bytes, and a later prompt continues from it."""
     prompt = prompt_of(rigs[0], 99)
     states = []
     for rig in rigs:

@@ -120,7 +120,7 @@ def test_released_memory_of_a_wanted_warm_model_is_no_warm_copy() -> None:
 
 
 def test_drained_model_stays_after_the_last_optional_load_was_refused() -> None:
-    """It went on draining for a request that had been withdrawn."""
+    """It continued draining for a request that had been withdrawn."""
     sizes = {"a": 200, "b": 400}
     models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     config = configuration(models, memory_limit_gb=0.6, enable_lazy_model_loading=False)

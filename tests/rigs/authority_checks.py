@@ -672,7 +672,7 @@ class CheckedWorld(World):
         coming = {getattr(item, "worker", None) for item in self.later}
         assert self.leases.keys() == self.open.keys(), "the lease of a client that has left is released"
         for worker in state.workers.values():
-            assert not worker.room_awaited or {*worker.room_awaited} & state.workers.keys(), "a departure goes on"
+            assert not worker.room_awaited or {*worker.room_awaited} & state.workers.keys(), "a departure continues"
         for model in state.models.values():
             worker = state.worker_of(model)
             is_ending = worker is not None and worker.ending  # its end, which is under way, leads to another decision
@@ -712,7 +712,7 @@ class CheckedWorld(World):
             assert id >= 0 or id in self.commands, "an abandoned command is forgotten"
         assert self.commands.keys() <= state.commands.keys() | {
             item.command for item in self.now_due if isinstance(item, events.Commanded)
-        }, "a command is answered or goes on"
+        }, "a command is answered or continues"
 
     def _is_decided_later(self, model: ModelRecord) -> bool:
         """Whether a timer or an event that is under way leads to another decision about a model."""

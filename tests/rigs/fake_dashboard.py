@@ -103,7 +103,7 @@ class FakeDashboard:
         self._loop.call_soon_threadsafe(self._chat_gate.clear)
 
     def release_chats(self) -> None:
-        """Lets stopped answers go on."""
+        """Lets stopped answers continue."""
         self._loop.call_soon_threadsafe(self._chat_gate.set)
 
     def cut(self) -> None:

@@ -31,7 +31,7 @@ class Answer:
     """How one request is answered, in this order of events.
 
     `comments` progress comments `pause` seconds apart come first; then `words` one delta each, `pause` apart, behind
-    `thoughts`, which are reasoning. A request that goes on with an answer (`answer_so_far`) gets the words that are
+    `thoughts`, which are reasoning. A request that continues an answer (`answer_so_far`) gets the words that are
     not in it yet. `hold` is awaited before the first word. `refuse` answers with an error status instead
     (with `full_for` where that is a full queue), `error` with an error frame after the words; `cut` drops the
     connection after the words, `stall` goes silent after them, `finish` None leaves the finish reason out, `done` False

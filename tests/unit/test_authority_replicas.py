@@ -233,7 +233,7 @@ def test_scale_down_finishes_running_requests_and_takes_no_new_ones() -> None:
     assert sorted(str(world.model(name).state) for name in ("a", "a@2")) == ["busy", "draining"]
     stays = "a" if world.model("a").state is S.BUSY else "a@2"
     assert where(world, world.want("a")) == stays
-    assert {*busy} <= world.leases.keys(), "running requests go on"
+    assert {*busy} <= world.leases.keys(), "running requests continue"
     for lease in busy:
         world.finish(lease)
     world.live(3)

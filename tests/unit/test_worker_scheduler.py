@@ -702,7 +702,7 @@ def test_cells_for_a_stored_sequence_are_freed_one_transfer_per_step() -> None:
 
 
 def test_copy_that_does_not_fit_a_pool_waits_while_streams_go_on() -> None:
-    """Without cells for it, the job goes on in the slot of the prefix, whose tail is stored first."""
+    """Without cells for it, the job continues in the slot of the prefix, whose tail is stored first."""
     catalog = Catalog()
     scheduler = Scheduler(
         Limits(slots=5, context=50, batch=64, queue=4, cells=50, answer_cells=1, min_copied=4), catalog

@@ -162,7 +162,7 @@ def test_least_useful_checkpoint_is_replaced() -> None:
 
 
 def test_window_has_only_the_newest_tokens() -> None:
-    """A prompt that departs before the window of a slot goes on from a checkpoint, or is computed."""
+    """A prompt that departs before the window of a slot continues from a checkpoint, or is computed."""
     scheduler = Scheduler(WINDOW)
     served(scheduler, Job(1, tuple(range(20)), message_starts=(0, 8)))
     scheduler.submit([Job(2, (*range(10), 60))])
@@ -212,7 +212,7 @@ def test_sequence_is_not_loaded_into_a_slot_that_is_about_to_move() -> None:
 
 
 def test_stream_of_a_full_pool_waits_if_nothing_gives_way() -> None:
-    """A single job keeps its cells; two that cannot both go on wait for a transfer."""
+    """A single job keeps its cells; two that cannot both continue wait for a transfer."""
     scheduler = Scheduler(Limits(slots=2, context=10, batch=10, queue=2, cells=10, answer_cells=1), Catalog())
     scheduler.submit([Job(1, tuple(range(10)))])
     run(scheduler)

@@ -349,4 +349,4 @@ def test_first_trial_of_a_costly_source_waits_where_proposals_are_not_expected_t
     assert lengths(speculation, 8) > 0
     for _ in range(MIN_STEPS):
         speculation.note_step(8, 8, 0.011)
-    assert lengths(speculation, 8) > 0, "one that pays goes on"
+    assert lengths(speculation, 8) > 0, "one that pays continues"

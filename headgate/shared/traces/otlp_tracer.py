@@ -1,7 +1,7 @@
 """Exports spans by OTLP over HTTP with OpenTelemetry's SDK.
 
 Spans are made from plain data after a request has ended. A thread of the SDK sends them in batches. Its queue is
-bounded: with a slow or dead collector spans are dropped, and requests go on.
+bounded: with a slow or dead collector spans are dropped, and requests continue.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def choose(replicas: Sequence[Replica], last: str | None = None) -> str:
 def choose_alone(replicas: Sequence[Replica], max_load_seconds: float) -> str:
     """The replica for a request that must run alone, because it may end its worker.
 
-    Preferred is a replica whose worker has ended, if it can be loaded within `max_load_seconds`: the others go on.
+    Preferred is a replica whose worker has ended, if it can be loaded within `max_load_seconds`: the others continue.
     """
     ended = [item for item in replicas if item.is_failed and item.load_seconds <= max_load_seconds]
     up = [item for item in replicas if item.is_up]

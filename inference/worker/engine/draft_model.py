@@ -2,7 +2,7 @@
 
 The draft model has a context of its own, with the same slots. A slot holds tokens that the same slot of the model
 holds, and proposals behind them. Tokens that differ are removed, and missing ones computed, when proposals are wanted.
-A long prompt is computed in pieces, one per step, so that the streams of the model go on meanwhile.
+A long prompt is computed in pieces, one per step, so that the streams of the model continue meanwhile.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Ticket(Generic[T]):
         self.stalled = False
         self.on_room: Callable[[], None] | None = None
         self.on_arrival: Callable[[T], bool] | None = None
-        """Called with an output that arrives during `take`. True: the output is read, and `take` goes on waiting."""
+        """Called with an output that arrives during `take`. True: the output is read, and `take` continues waiting."""
 
     def put(self, output: T) -> None:
         """Adds an output; on the event loop only."""

@@ -375,7 +375,7 @@ class Scheduler:
         return len(jobs) == 1 or sum(len(job.tokens) + self.limits.answer_cells for job in jobs) <= self.limits.cells
 
     def _reclaim(self, budget: int) -> None:
-        """Frees cells for the next step: of retained prefixes, then of running jobs, which go on later."""
+        """Frees cells for the next step: of retained prefixes, then of running jobs, which continue later."""
         lefts = [self._left(run) for run in self._running]
         oldest = next((left for left in lefts if left > 1), 0)
         need = lefts.count(1) + min(budget, oldest)
@@ -397,7 +397,7 @@ class Scheduler:
         return self.slots.shed(slot)
 
     def _seek(self, now: float) -> None:
-        """Begins to read the sequences from disk that waiting jobs can go on from."""
+        """Begins to read the sequences from disk that waiting jobs can continue from."""
         for run in self._waiting[: self._free + self.limits.prefetched]:
             if run.sought:
                 continue

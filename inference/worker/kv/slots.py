@@ -478,7 +478,7 @@ class Slots:
         return best
 
     def _resumable(self, slot: Slot, shared: int) -> Reuse:
-        """The most of the first `shared` tokens of `slot` from which a job can go on."""
+        """The most of the first `shared` tokens of `slot` from which a job can continue."""
         has_window = self._first_position(slot) <= max(0, shared - self._limits.window)
         if (self._limits.can_trim and has_window) or (shared == slot.computed and not slot.taken):
             return Reuse(slot, shared)

@@ -40,7 +40,7 @@ def _goes_on(tokens: Sequence[int], at: int) -> bool:
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:
-    """Width and height in pixels that a PNG or JPEG file claims; None for anything else and for a broken beginning.
+    """Width and height in pixels in the header of a PNG or JPEG file; None for anything else and for a damaged header.
 
     PNG: the first chunk (ISO/IEC 15948, 11.2.1). JPEG: the frame header behind any other segments (ITU-T T.81, B.2.2).
     """
