@@ -115,8 +115,8 @@ class Bench:
         kinds = dict(zip(CLOUD_STREAMS, upstream.CLOUD_MODELS, strict=True)) | {CLOUD_WHOLE: upstream.CLOUD_SHORT}
         for number in range(self.plan.rounds):
             say(f"clouds: round {number + 1} of {self.plan.rounds}")
-            for kind in (CLOUD_WHOLE, CLOUD_STREAM):
-                await self._at_rate(kind, number, upstream.CLOUD_SHORT, CLOUD_PER_SECOND)
+            await self._at_rate(CLOUD_WHOLE, number, upstream.CLOUD_SHORT)
+            await self._at_rate(CLOUD_STREAM, number, upstream.CLOUD_BEGUN, CLOUD_PER_SECOND)
             for kind, model in kinds.items():
                 missing = {gateway_peers.PORTKEY} if kind != CLOUD_WHOLE else set()
                 if model == upstream.CLOUD_LONG:

@@ -28,7 +28,8 @@ CONFIG: Mapping[str, Any] = {"routes": {"*": {"chain": ["local/*"]}}}
 
 def with_cloud(url: str) -> Mapping[str, Any]:
     """`CONFIG` with the upstream as a cloud, too, which is asked for whole answers in one piece."""
-    routes = {model: {"chain": [f"cloud/{model}"], "whole_answers": "whole"} for model in upstream.CLOUD_MODELS}
+    models = (*upstream.CLOUD_MODELS, upstream.CLOUD_BEGUN)
+    routes = {model: {"chain": [f"cloud/{model}"], "whole_answers": "whole"} for model in models}
     cloud = {"kind": "openai", "flavor": "openai", "api_key": KEY, "base_url": f"{url}/v1"}
     return {"providers": {"cloud": cloud}, "routes": {**CONFIG["routes"], **routes}}
 

@@ -65,6 +65,8 @@ CONVERSATIONS, SLOTS = 40, 8
 TURN_TOKENS = {"15m": 1024, "135m": 1024, "1b": 384}
 """Tokens of an alternating conversation: on two cores a prefill of 40 of them takes about two minutes."""
 QUESTION_TOKENS = 16
+RESTORES = 5
+"""From host RAM in each round."""
 MISS_TOKENS, MISSES = 512, 10
 PAUSE_SECONDS = 0.2
 """Time between two requests to conversations beside the streams."""
@@ -76,7 +78,7 @@ RAW = Path("benchmarks/results/kv.json")
 
 @dataclass(slots=True)
 class Paths:
-    """One model in one place: seconds to the first token, one of each per round, also of `cold` ones.
+    """One model in one place: seconds to the first token, also of `cold` ones; RESTORES per round from `ram`, else one.
 
     `missed`: restored conversations with less than 90 % cached tokens. `texts`, `numbers`: other answers than the cold
     one; other log probabilities than in the slot. `rates`: bytes per second of restores and of the copies beside them.
@@ -278,11 +280,12 @@ def _one_round(found: Paths, bench: Bench, words: Words, count_bytes: int) -> No
         ):
             counts[path] = counts.get(path, 0) + differs
 
-    bench.displace(words)
-    before = bench.transferred("load")
-    again("ram")
-    _rate(found, "ram", bench.transferred("load") - before)
-    found.rates.setdefault("memory", []).append(memory_rate(count_bytes))
+    for _ in range(RESTORES):
+        bench.displace(words)
+        before = bench.transferred("load")
+        again("ram")
+        _rate(found, "ram", bench.transferred("load") - before)
+        found.rates.setdefault("memory", []).append(memory_rate(count_bytes))
     bench.displace(words)
     bench.post(f"/models/{MODEL_ID}/unload", {})
     bench.post(f"/models/{MODEL_ID}/load", {})
@@ -429,7 +432,7 @@ def beside(system: System, prompts: Sequence[str]) -> Iterator[None]:
         thread.join()
 
 
-def measure_misses(found: Samples, model: str, place: str) -> None:
+def measure_misses(found: Samples, model: str, place: str, rounds: int) -> None:
     """Seconds to the first token of new prompts, in turn with stored sequences and without."""
     shape, words = SHAPES[model], Words(SHAPES[model])
     common: dict[str, Any] = {"context": MISS_TOKENS + 64, "parallel": 1}
@@ -440,7 +443,7 @@ def measure_misses(found: Samples, model: str, place: str) -> None:
     ):
         tell(f"{model} {place}: misses")
         systems = {"stored": stores, "dropped": drops}
-        for number in range(MISSES):
+        for number in range(MISSES * rounds):
             for name in rotated(list(systems), number):
                 found.add("misses", name, f"{model}_{place}", systems[name].ask(words.prompt(MISS_TOKENS)).times[0])
 
@@ -490,7 +493,9 @@ def bars(paths: Sequence[Paths], loads: Samples) -> Iterator[Bar]:
         for path, target in PATHS.items():
             if path not in found.seconds:
                 continue
-            share = float("nan") if found.missed[path] else median(ratios(found.seconds[path], cold))
+            seconds = found.seconds[path]
+            prefills = [one for one in cold for _ in range(len(seconds) // len(cold))]
+            share = float("nan") if found.missed[path] else median(ratios(seconds, prefills))
             yield Bar(f"kv_ttft_{path}_over_prefill_{found.name}", share, "ratio", "<=", target)
             yield Bar(f"kv_answers_differ_{path}_{found.name}", found.texts[path], "answers", "<=", 0)
             yield Bar(f"kv_logprobs_differ_{path}_{found.name}", found.numbers[path], "answers", "<=", 0)
@@ -538,7 +543,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         if "gaps" in parts:
             measure_gaps(loads, model, place, rounds)
         if "misses" in parts:
-            measure_misses(loads, model, place)
+            measure_misses(loads, model, place, rounds)
     if "lookup" in parts:
         for seconds in lookup_seconds():
             loads.add("lookup", "seconds", "10000", seconds)

@@ -22,6 +22,9 @@ AT_ONCE, PACED, ENDLESS, BUSY, SILENT = "bench", "bench-paced", "bench-endless",
 CLOUD_SHORT, CLOUD_LONG, CLOUD_TOOLS = "cloud-100", "cloud-1000", "cloud-tools"
 CLOUD_MODELS = (CLOUD_SHORT, CLOUD_LONG, CLOUD_TOOLS)
 """Models of a cloud: answers of 100 and 1,000 tokens with one token per chunk, and a tool call in 100 chunks."""
+CLOUD_BEGUN = "cloud-begun"
+"""As CLOUD_SHORT, but the chunks after the first token come CLOUD_PAUSE_SECONDS later."""
+CLOUD_PAUSE_SECONDS = 0.002
 
 PACE_SECONDS = 0.02
 """Time between two tokens of a paced stream: 50 tokens per second."""
@@ -85,10 +88,12 @@ def _cloud_usage(tokens: int) -> bytes:
     )  # fmt: skip
 
 
+_CLOUD_ROLE = _cloud_chunk(b'{"role":"assistant","content":"","refusal":null}')
+
+
 def _cloud_stream(deltas: list[bytes], finish: bytes) -> bytes:
-    begin = _cloud_chunk(b'{"role":"assistant","content":"","refusal":null}')
     end = _cloud_chunk(b"{}", finish) + _cloud_chunk(b"", usage=_cloud_usage(len(deltas)))
-    return _STREAM_HEAD + begin + b"".join(map(_cloud_chunk, deltas)) + end + _framed(DONE) + b"0\r\n\r\n"
+    return _STREAM_HEAD + _CLOUD_ROLE + b"".join(map(_cloud_chunk, deltas)) + end + _framed(DONE) + b"0\r\n\r\n"
 
 
 def _tool_delta(number: int) -> bytes:
@@ -150,6 +155,7 @@ _CLOUD: Mapping[str, tuple[bytes, bytes]] = {
     ),
 }
 """The stream and the whole answer of each model of the cloud."""
+_FIRST_TOKEN_BYTES = len(_STREAM_HEAD + _CLOUD_ROLE + _cloud_chunk(_DELTAS[0]))
 _MODELS = [
     ModelStatus(
         name, ModelState.READY, context_length=4096, parallel=256, devices=("cpu",), fits=True,
@@ -286,6 +292,8 @@ class _Connection(asyncio.Protocol):
         model, streams = asked.get("model"), bool(asked.get("stream"))
         if model in _CLOUD:
             self.write(_CLOUD[model][0 if streams else 1])
+        elif model == CLOUD_BEGUN:
+            self._begin_stream(_CLOUD[CLOUD_SHORT][0])
         elif model == AT_ONCE:
             self.write((_JOINED if unread else _STREAM) if streams else _WHOLE)
         elif model == BUSY:
@@ -295,6 +303,10 @@ class _Connection(asyncio.Protocol):
             if streams:
                 self.write(_STREAM_HEAD + _ROLE + TOKEN)
             self._phase = self._upstream.join(self)
+
+    def _begin_stream(self, stream: bytes) -> None:
+        self.write(stream[:_FIRST_TOKEN_BYTES])
+        asyncio.get_running_loop().call_later(CLOUD_PAUSE_SECONDS, self.write, stream[_FIRST_TOKEN_BYTES:])
 
     def say_more(self) -> None:
         """Sends the next token of this stream."""
