@@ -195,6 +195,14 @@ def test_child_environment_has_no_secrets_and_keeps_other_variables() -> None:
     assert found["X"] == "1"
 
 
+def test_tunables_of_the_operator_come_after_those_of_the_service() -> None:
+    own = child_environment({}, {})["GLIBC_TUNABLES"]
+    assert (
+        child_environment({}, {"GLIBC_TUNABLES": "glibc.malloc.check=1"})["GLIBC_TUNABLES"]
+        == f"{own}:glibc.malloc.check=1"
+    )
+
+
 async def test_environments_of_workers_and_helpers_have_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
