@@ -23,8 +23,8 @@ _TUNABLES = "GLIBC_TUNABLES"
 _COPIES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 """Copies of 1 MiB and more bypass the CPU caches (x86 with glibc; others ignore it).
 
-The default is three quarters of the last cache, 100 MB on some servers. The state of a sequence is copied in pieces of a
-few MiB, one per layer, which are not read again soon; through the caches that takes about 1.5 times as long.
+The default is three quarters of the last cache, 100 MB on some servers. The state of a sequence is copied in pieces of
+a few MiB, one per layer, which are not read again soon; through the caches that takes about 1.5 times as long.
 """
 
 
