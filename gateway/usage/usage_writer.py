@@ -113,7 +113,7 @@ class UsageWriter:
                 self._close_file()
         else:
             if self._is_failing:
-                log.warning("usage is stored again; %d requests were lost", self._lost)
+                log.warning("usage is stored again; the usage of %d requests was lost", self._lost)
             self._is_failing, self._lost = False, 0
 
     def _redacted_bodies(self) -> list[Captured]:

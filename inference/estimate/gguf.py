@@ -247,7 +247,7 @@ def _format(kind: int) -> str:
     try:
         return _SCALARS[kind]
     except KeyError:
-        raise BadGgufError(f"a value of unknown type {kind}") from None
+        raise BadGgufError(f"a value in its header has the unknown type {kind}") from None
 
 
 def _scalar(file: BinaryIO, kind: int) -> Any:
@@ -257,7 +257,7 @@ def _scalar(file: BinaryIO, kind: int) -> Any:
 def _length(file: BinaryIO) -> int:
     (length,) = _numbers(file, "<Q")
     if length > MAX_STRING_BYTES:
-        raise BadGgufError(f"a text of {length} bytes in its header")
+        raise BadGgufError(f"a text in its header has {length} bytes; the maximum is {MAX_STRING_BYTES}")
     return int(length)
 
 

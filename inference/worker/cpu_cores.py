@@ -12,7 +12,8 @@ from pathlib import Path
 def usable_cores() -> int:
     """Physical cores within the affinity mask and the cgroup quota, at least 1.
 
-    With the default of llama.cpp, 4 threads compete for two cores. Hyper-threads do not make matrix products faster.
+    llama.cpp's default is 4 threads even on two cores, which then compete. Hyper-threads do not make matrix products
+    faster.
     """
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(cpu) for cpu in allowed}

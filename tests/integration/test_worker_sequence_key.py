@@ -108,8 +108,8 @@ def test_key_has_every_setting_that_a_state_depends_on() -> None:
     assert key["library"][0][0].startswith("libllama")
 
 
-def test_content_of_a_large_file_is_known_from_its_pieces(tmp_path: Path) -> None:
-    """The first and the last bytes count. A small file is read whole; one that cannot be read has no sum."""
+def test_checksum_of_a_large_file_covers_pieces_of_it(tmp_path: Path) -> None:
+    """The pieces include the first and the last bytes. A small file is read whole; an unreadable one has none."""
     path = tmp_path / "model.gguf"
     path.touch()
     for size in (0, 1, PIECE_BYTES, WHOLE_BYTES // 16, WHOLE_BYTES + 1, 2**33 + 12345):

@@ -261,8 +261,8 @@ def test_reservation_id_is_used_once() -> None:
     assert ledger.owned_by("n") == {}
 
 
-def test_only_a_cache_can_be_budgeted_again() -> None:
-    """Its use is kept, and it ends once."""
+def test_only_a_cache_can_get_another_budget() -> None:
+    """The known use of the cache stays, and a cache can be released only once."""
     ledger = Ledger().open(Account("cpu", 1000, 1000)).reserve("x", "m", {"cpu": 1})
     with pytest.raises(LedgerError):
         ledger.cache("x", "m", "cpu", 5)

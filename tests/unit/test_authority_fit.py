@@ -240,8 +240,8 @@ def test_dry_run_shows_the_change_and_the_expected_speed() -> None:
     assert other.tokens_per_second == pytest.approx(1 / (150 * MIB / 1e9 + DENSE_MIB * MIB / 50e9))
 
 
-def test_largest_measured_rate_of_a_device_counts() -> None:
-    """A speed that the known rates do not explain teaches nothing."""
+def test_read_rate_of_a_device_is_the_largest_measured_one() -> None:
+    """A measurement is ignored if the known rates do not explain it."""
     world = begin({"a": {"experts": "auto"}, "b": {"gpu_layers": 0}})
     world.used("a")
     beat(world, "a", 1e9)

@@ -272,14 +272,14 @@ def test_later_command_continues_a_download_that_failed(place: Path, hub: SmallH
     assert hub.ranges[-1] == "bytes=1000-"
 
 
-def test_server_without_ranges_begins_again(place: Path, hub: SmallHub) -> None:
+def test_download_restarts_if_the_server_ignores_ranges(place: Path, hub: SmallHub) -> None:
     hub.ignores_ranges = True
     hub.cut_after[:] = [1000]
     assert main(["pull", "hf:org/plain:Q8_0"]) == 0
     assert (place / "models/org/plain/plain-Q8_0.gguf").read_bytes() == tiny_gguf.generative().read_bytes()
 
 
-def test_partial_file_of_another_version_begins_again(place: Path, hub: SmallHub) -> None:
+def test_download_restarts_if_the_partial_file_is_of_another_version(place: Path, hub: SmallHub) -> None:
     folder = place / "models/org/plain"
     folder.mkdir(parents=True)
     (folder / ".plain-Q8_0.gguf.part").write_bytes(bytes(10**7))

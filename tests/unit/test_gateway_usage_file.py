@@ -150,7 +150,7 @@ def test_rows_are_kept_until_the_file_can_be_used_and_the_log_says_so_once(
     rig.writer.flush()
     assert _requests(tmp_path) == 3
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        f"usage cannot be stored in {tmp_path}", "usage is stored again; 2 requests were lost",
+        f"usage cannot be stored in {tmp_path}", "usage is stored again; the usage of 2 requests was lost",
     ]  # fmt: skip
 
 

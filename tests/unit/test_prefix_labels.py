@@ -123,7 +123,7 @@ def test_longest_beginnings_keep_their_labels() -> None:
 
 
 def test_oldest_labels_of_a_model_are_forgotten() -> None:
-    labels = Labels(most=2)
+    labels = Labels(max_labels=2)
     labels.add(["a", "b"])
     labels.add(["b"])
     assert labels.take_changes() == (["a", "b"], [])

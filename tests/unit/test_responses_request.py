@@ -637,7 +637,7 @@ def test_automatic_truncation_is_accepted() -> None:
     assert found.echo["truncation"] == "auto"
 
 
-def test_parameters_of_llama_cpp_pass_and_minus_one_is_absent() -> None:
+def test_parameters_of_llama_cpp_are_kept_and_minus_one_means_absent() -> None:
     body = chat(max_output_tokens=-1, seed=-1, mirostat=2, dry_multiplier=0.8, min_tokens=3, enable_thinking=False)
     assert "max_completion_tokens" not in body
     assert {name: body[name] for name in ("mirostat", "dry_multiplier", "min_tokens")} == {

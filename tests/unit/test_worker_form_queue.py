@@ -78,7 +78,7 @@ class Rig:
         self.looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self.compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
         self.queue = FormQueue(
-            compiler, self.looking, self.compiling, most=2, seconds=600.0, help_seconds=0.01, clock=lambda: 100.0
+            compiler, self.looking, self.compiling, max_waiting=2, seconds=600.0, help_seconds=0.01, clock=lambda: 100.0
         )
 
     async def request(self, form: Form, *, guaranteed: bool = True, deadline: float | None = None) -> Constraint | None:

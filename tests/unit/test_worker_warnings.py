@@ -12,7 +12,7 @@ from inference.workers.worker_warnings import LOGGER, MAX_LINES, PERIOD_SECONDS,
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_warnings_are_selected_in_both_formats(
+def test_warnings_are_selected_from_text_and_json_lines(
     format: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the worker's own formatter writes them."""

@@ -50,14 +50,14 @@ class FormQueue:
         lookups: Executor,
         compiling: Executor,
         *,
-        most: int = MAX_WAITING,
+        max_waiting: int = MAX_WAITING,
         seconds: float = FORM_SECONDS,
         help_seconds: float = HELP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`compiling` has one thread and no other work; `lookups` is any executor; `clock` is that of the deadlines."""
         self._compiler = compiler
-        self._most = most
+        self._max_waiting = max_waiting
         self._seconds = seconds
         self._help_seconds = help_seconds
         self._clock = clock
@@ -130,7 +130,7 @@ class FormQueue:
                 raise GoneError
             return self._compiler.compile(form, param)
 
-        if key not in self._requests and self.waiting >= self._most:
+        if key not in self._requests and self.waiting >= self._max_waiting:
             raise _full()
         same = self._requests.setdefault(key, _Requests())
         same.count += 1

@@ -1,4 +1,4 @@
-"""The parts of an answer besides plain text, reasoning and tool calls, and the tools that can be called."""
+"""The parts of a structured answer (content, reasoning, tool calls), and the tools that can be called."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def with_labels(labels: Mapping[str, int], more: Iterable[str], tokens: int) -> 
 class Labels:
     """The labels of all sequences, the oldest first, and what has changed. `add` and `remove` count sequences."""
 
-    def __init__(self, most: int = MAX_LABELS) -> None:
-        self._most = most
+    def __init__(self, max_labels: int = MAX_LABELS) -> None:
+        self._max_labels = max_labels
         self._counts: dict[str, int] = {}
         self._before: dict[str, bool] = {}
         """Whether a label was there at the last `take_changes`; only those that have been added or removed since."""
@@ -41,7 +41,7 @@ class Labels:
             if (count := self._counts.get(label, 0)) == 0:
                 self._before.setdefault(label, False)
             self._counts[label] = count + 1
-        while len(self._counts) > self._most:
+        while len(self._counts) > self._max_labels:
             self._drop(next(iter(self._counts)))
 
     def remove(self, labels: Iterable[str]) -> None:

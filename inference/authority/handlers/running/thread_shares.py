@@ -61,9 +61,9 @@ def _on_cpu(state: State, model: ModelRecord) -> bool:
 
 
 def shares(cores: int, busy: Mapping[str, int | None]) -> Mapping[str, int]:
-    """The number of threads of each model in `busy`, which maps ids to the configured number or None; in its order.
+    """The number of threads of each model in `busy`, which maps ids to the configured number or None.
 
-    Threads that wait for each other spin: more of them than cores make every model slow.
+    Waiting threads spin, so more threads than cores make every model slow.
 
     Fixed numbers are kept. The other models share the remaining cores evenly, earlier models get the remainder, and
     each gets at least one thread.

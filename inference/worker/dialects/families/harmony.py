@@ -76,7 +76,7 @@ class HarmonyParser(Reader):
                 return
 
     def _header(self, marker: str) -> Steps[tuple[str, str]]:
-        """Channel and recipient of the message that `marker` opens; None: the message that the prompt has begun."""
+        """Channel and recipient of the message that `marker` opens; empty: the message that the prompt has begun."""
         if marker == START:
             yield from self.word()
         channel = (yield from self.word()) if marker == CHANNEL else ""
