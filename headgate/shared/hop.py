@@ -1,7 +1,7 @@
-"""HTTP/1.1 client for streams between Headgate's own services.
+"""HTTP/1.1 client between Headgate's own services and workers.
 
 It calls a function for each piece of a response. An awaited reader would cost a task wake-up and an iteration of the
-event loop per token. Use httpx2 where a response is read as a whole.
+event loop per token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,16 @@ class Hop:
 
         Raises OSError (or its subclass TimeoutError) when the connection fails, then BrokenError.
         """
-        begin = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}"
+        return await self._request("POST", path, body, headers, connect_seconds)
+
+    async def get(self, path: str, headers: Mapping[str, str], connect_seconds: float | None = None) -> Answer:
+        """Sends a GET, see `post`."""
+        return await self._request("GET", path, b"", headers, connect_seconds)
+
+    async def _request(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], connect_seconds: float | None
+    ) -> Answer:
+        begin = f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}"
         head = "\r\n".join((begin, *map(": ".join, headers.items()), *self._end)).encode("latin-1")
         breaks = 2 + len(headers) + len(self._end)
         if head.count(b"\n") != breaks or head.count(b"\r") != breaks:

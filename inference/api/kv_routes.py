@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import aiohttp
+import orjson
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from headgate.shared import hop
+from headgate.shared.hop import BrokenError, Hop
 from inference.authority.lifecycle import ACCEPTING
 from inference.authority.shell import Authority
 from inference.errors import InferenceError, InvalidRequestError, ModelFailed
@@ -51,7 +53,7 @@ def router(authority: Authority) -> APIRouter:
         model: Annotated[str | None, Query(min_length=1)] = None,
         tenant: str | None = None,
     ) -> dict[str, Any]:
-        found = await _ask_workers(authority, model, "GET", "/kv/sequences")
+        found = await _ask_workers(authority, model, "/kv/sequences")
         rows = [
             {"model_name": name, **row}
             for name, answer in found.answers
@@ -69,7 +71,7 @@ def router(authority: Authority) -> APIRouter:
     @routes.post("/memory/kv/clear")
     async def clear(wanted: ClearRequest | None = None) -> dict[str, Any]:
         wanted = wanted or ClearRequest()
-        found = await _ask_workers(authority, wanted.model, "POST", "/kv/clear", {"tenant": wanted.tenant})
+        found = await _ask_workers(authority, wanted.model, "/kv/clear", {"tenant": wanted.tenant})
         return {**found.sums("cleared"), **found.rest()}
 
     @routes.post("/memory/kv/pin")
@@ -77,7 +79,7 @@ def router(authority: Authority) -> APIRouter:
         if not wanted.ids and wanted.tenant is None:
             raise InvalidRequestError("name the sequences to pin by `ids` or by `tenant`", param="ids")
         body = wanted.model_dump(include={"seconds", "ids", "tenant"})
-        found = await _ask_workers(authority, wanted.model, "POST", "/kv/pin", body)
+        found = await _ask_workers(authority, wanted.model, "/kv/pin", body)
         return {**found.sums("pinned"), **found.rest()}
 
     return routes
@@ -107,14 +109,15 @@ class _Found:
         return {"not_loaded": self._not_loaded, "errors": errors}
 
 
-async def _ask_workers(
-    authority: Authority, name: str | None, method: str, path: str, body: dict[str, Any] | None = None
-) -> _Found:
-    """The answers of one model or of all loaded models. Raises the error of a model that was named."""
+async def _ask_workers(authority: Authority, name: str | None, path: str, body: dict[str, Any] | None = None) -> _Found:
+    """The answers of one model or of all loaded models. Raises the error of a model that was named.
+
+    With a `body` the request is a POST, else a GET.
+    """
 
     async def ask(model: str) -> dict[str, Any] | InferenceError:
         try:
-            return await _ask_worker(authority, model, method, path, body)
+            return await _ask_worker(authority, model, path, body)
         except InferenceError as error:
             return error
 
@@ -129,7 +132,7 @@ async def _ask_workers(
                 f"the model {ids[0]!r} is not loaded, and only its worker can read its stored sequences; load it first",
                 param="model",
             )
-        answers = await asyncio.gather(*(_ask_worker(authority, id, method, path, body) for id in loaded))
+        answers = await asyncio.gather(*(_ask_worker(authority, id, path, body) for id in loaded))
         return _Found(list(zip(loaded, answers, strict=True)), (), ())
     every = list(authority.state.models)
     loaded = [model for model in every if is_loaded(model)]
@@ -141,21 +144,19 @@ async def _ask_workers(
     )
 
 
-async def _ask_worker(
-    authority: Authority, model: str, method: str, path: str, body: dict[str, Any] | None
-) -> dict[str, Any]:
+async def _ask_worker(authority: Authority, model: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     process = authority.process(model)
     if process is None:
         raise ModelFailed(f"the worker of {model!r} has ended", retry_after=1.0)
-    connector = aiohttp.UnixConnector(path=str(process.socket_path))
-    timeout = aiohttp.ClientTimeout(total=WORKER_SECONDS)
+    worker = Hop(hop.unix(str(process.socket_path)), "worker")
     try:
-        async with (
-            aiohttp.ClientSession("http://worker", connector=connector, timeout=timeout) as session,
-            session.request(method, path, json=body) as answer,
-        ):
-            data = await answer.json()
-    except (aiohttp.ClientError, TimeoutError) as error:
+        async with asyncio.timeout(WORKER_SECONDS):
+            answer = await (worker.get(path, {}) if body is None else worker.post(path, orjson.dumps(body), {}))
+            try:
+                data = orjson.loads(await answer.whole())
+            finally:
+                answer.close()
+    except (OSError, BrokenError, ValueError) as error:
         message = f"the worker of {model!r} did not answer ({type(error).__name__})"
         raise ModelFailed(message, retry_after=1.0) from error
     if answer.status != 200:

@@ -13,8 +13,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import aiohttp
-
 from headgate.shared import hop, wire
 from headgate.shared.asgi import (
     BodyTimeoutError,
@@ -269,15 +267,14 @@ class Relay:
                     (await asking).close()
 
     async def _whole(self, lease: Lease, request: RelayedRequest, out: Response) -> int:
-        headers = request.worker_headers(asyncio.get_running_loop().time())
         try:
-            response = await lease.session.post(request.path, data=request.body, headers=headers)
+            answer = await _ask(lease, request)
             try:
-                await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
-                return response.status
+                await self._pass_whole(answer.status, _back(lease, answer.headers), await answer.whole(), out)
+                return answer.status
             finally:
-                response.close()
-        except (aiohttp.ClientError, TimeoutError) as error:
+                answer.close()
+        except (BrokenError, _UnreachableError) as error:
             raise await self._broken(lease, error, relayed=False) from error
 
     @staticmethod

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import aiohttp
-
 from inference.authority.handlers.queries import expectations
-from inference.authority.runners.worker_runner import Worker
 from inference.authority.state import LeaseRecord, State
 from inference.errors import InferenceError
 from inference.protocol import Progress
+from inference.workers.worker_process import WorkerProcess
 
 
 class Issuer(Protocol):
@@ -35,15 +33,16 @@ class Issuer(Protocol):
 class Lease:
     """The right to send one request to a worker; `release` exactly once (later calls do nothing)."""
 
-    def __init__(self, authority: Issuer, record: LeaseRecord, worker: Worker, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self, authority: Issuer, record: LeaseRecord, process: WorkerProcess, devices: tuple[str, ...]
+    ) -> None:
         self.record = record
-        self.process = worker.process
+        self.process = process
         self.devices = devices
         """the devices that the worker computes on"""
         self.shape: Callable[[], dict[str, Any]] = dict
         """describes the request for a crash record"""
         self._authority = authority
-        self._worker = worker
         self._open = True
         self._was_alone: bool | None = None
 
@@ -63,12 +62,6 @@ class Lease:
     def settle_alone(self) -> None:
         """Fixes `alone`, because the worker has ended."""
         self._was_alone = self.alone
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The HTTP client of the worker."""
-        assert self._worker.session is not None
-        return self._worker.session
 
     def release(self, *, completed: bool = False) -> None:
         """Ends the lease. `completed`: the worker's answer was complete."""

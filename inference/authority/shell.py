@@ -107,8 +107,8 @@ class Authority:
         self._closed = False
         self._notifier = Notifier(bus, self._clock, lambda: self._state)
         self._tasks = BackgroundTasks()
-        self._processes = WorkerRunner(
-            supervisor, inventory, self._tasks, self.dispatch, on_ready=self._on_ready, on_exit=self._on_exit
+        self._runner = WorkerRunner(
+            supervisor, inventory, self.dispatch, on_ready=self._on_ready, on_exit=self._on_exit
         )
         self._performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             effects.WakeAt: self._wake_at,
@@ -124,7 +124,7 @@ class Authority:
             **MeasuringRunner(
                 inventory, estimator, headrooms, supervisor.arenas, self.build_computes, self.dispatch
             ).performers,
-            **self._processes.performers,
+            **self._runner.performers,
         }
         self.labels = PrefixLabels(bus.publish_labels)
         bus.snapshot = self.snapshot
@@ -239,8 +239,7 @@ class Authority:
 
     def process(self, model: str) -> WorkerProcess | None:
         """The worker process of a model."""
-        worker = self._processes.workers.get(self.model(model).worker or "")
-        return None if worker is None else worker.process
+        return self._runner.processes.get(self.model(model).worker or "")
 
     def note_labels(self, process: WorkerProcess, labels: KvLabels | None) -> None:
         """A worker has other labels of prompts, or none any more."""
@@ -442,7 +441,7 @@ class Authority:
     def _grant(self, effect: effects.Grant) -> None:
         record = effect.lease
         devices = self._state.workers[record.worker].placement.devices
-        lease = Lease(self, record, self._processes.workers[record.worker], devices)
+        lease = Lease(self, record, self._runner.processes[record.worker], devices)
         self._leases[record.id] = lease
         ticket = self._tickets.pop(effect.ticket, None)
         if ticket is None:

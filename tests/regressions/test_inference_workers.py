@@ -22,7 +22,7 @@ from inference.api.relay import Flow
 from inference.authority.effects import Checkpoint, StopWorker
 from inference.authority.events import CrashReported
 from inference.authority.quarantine import MAX_IN_A_ROW, Crash
-from inference.authority.runners.worker_runner import Worker, WorkerRunner
+from inference.authority.runners.worker_runner import WorkerRunner
 from inference.authority.state import Timing
 from inference.errors import ModelFailed
 from inference.protocol import ExitCause, ModelState
@@ -223,28 +223,6 @@ async def test_environments_of_workers_and_helpers_have_no_secrets(
     assert set(SECRETS) <= set(os.environ)
 
 
-async def test_http_client_of_a_worker_is_closed_when_the_service_ends_right_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with services(tmp_path, monkeypatch) as start:
-        authority = (await start({"a": {}})).authority
-        model = authority.resolve("a")
-        await authority.load(model)
-        ticket = authority.ask(model)
-        lease = await ticket.wait(10)
-        assert lease is not None
-        session = lease.session
-        ticket.close()
-        process = lease.process
-        closing: list[asyncio.Task[None]] = []
-        process.exited.add_done_callback(lambda _: closing.append(asyncio.create_task(authority.close())))
-        await authority.unload(model)
-        await asyncio.sleep(0)
-        await asyncio.gather(*closing)
-    assert model.state is ModelState.COLD
-    assert session.closed
-
-
 WHOLE = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 
 
@@ -318,8 +296,8 @@ def test_worker_that_is_stopped_right_after_a_suspension_began_is_killed() -> No
             calls.append("stop")
 
     none: Any = None
-    runner = WorkerRunner(none, none, none, none, on_ready=none, on_exit=none)
-    runner.workers["a#1"] = Worker("a#1", cast("Any", Process()))
+    runner = WorkerRunner(none, none, none, on_ready=none, on_exit=none)
+    runner.processes["a#1"] = cast("Any", Process())
     for effect in Checkpoint("suspend", "a#1", "cuda", "gpu-0", 1, 1.0), StopWorker("a#1"):
         if (work := runner.performers[type(effect)](effect)) is not None:
             work.close()

@@ -14,7 +14,6 @@ import pytest
 
 from headgate.shared import hop, ports
 from headgate.shared.hop import BrokenError, Hop
-from headgate.shared.state_directory import INFERENCE_TOKEN
 from tests.rigs.stack import Stack, chat_body, until
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
@@ -65,23 +64,6 @@ async def test_connections_of_the_gateway_to_inference_close_after_a_burst(
         await until(
             "idle connections are closed", lambda pid=pid, count=count: _raise_descriptor_limit(pid) <= count + FEW
         )
-
-
-@LINUX
-async def test_connections_of_inference_to_a_worker_close_after_a_burst(
-    stack: Stack, client: aiohttp.ClientSession
-) -> None:
-    """Whole answers use a separate connection pool."""
-    token = stack.state.read_secret(INFERENCE_TOKEN)
-    assert token is not None
-    stack.ask("/v1/chat/completions", chat_body("Hello", "demo-mini", max_tokens=1))
-    worker = stack.worker_pid("demo-mini")
-    before = _raise_descriptor_limit(worker)
-    body = {"model": "demo-mini", "content": "word " * 1000}
-    await _burst(client, f"{stack.inference.url}/tokenize", token, body)
-    assert _raise_descriptor_limit(worker) > before + FEW, "the burst used many connections"
-    await client.close()
-    await until("the connections are closed", lambda: _raise_descriptor_limit(worker) < before + FEW)
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

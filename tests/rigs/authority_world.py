@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from inference.authority import effects, events
@@ -628,7 +627,7 @@ class World:
         request = self.pending.pop(id)
         self.leases[record.id] = record.worker
         self.uses[record.model] += record.counts_as_use
-        process: Any = SimpleNamespace(process=None)
+        process: Any = None
         devices = self.state.workers[record.worker].placement.devices
         lease = Lease(_Issuer(self), record, process, devices)
         if request.leaves:

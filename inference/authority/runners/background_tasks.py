@@ -15,26 +15,21 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finishing: set[asyncio.Task[None]] = set()
 
-    def start(self, work: Coroutine[Any, Any, None], *, finishes: bool = False) -> asyncio.Task[None]:
-        """Runs a coroutine. With `finishes` it is not cancelled, so it must be quick."""
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        if finishes:
-            self._finishing.add(task)
         task.add_done_callback(self._done)
-        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._finishing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a background task of the authority failed", exc_info=error)
 
     async def end(self) -> None:
         """Cancels the tasks and returns when all are done."""
-        for task in self._tasks - self._finishing:
+        for task in self._tasks:
             task.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
