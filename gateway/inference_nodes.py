@@ -21,7 +21,6 @@ from gateway.nodes.node import Node, Spawn
 from gateway.nodes.node_tls import NodeTls, read_tls
 from gateway.nodes.prefixes import Prefixes
 from gateway.nodes.rebalancer import Nodes, Rebalancer
-from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.settings import InferenceSettings
 from gateway.shared_state.shared_leases import Leases
@@ -141,7 +140,7 @@ class InferenceNodes:
     # --- the list of nodes -------------------------------------------------------------------------------------------
     def _make_node(self, name: str, member: Member) -> Node:
         tls = None if member.tls is None else member.tls.context
-        provider = LocalProvider(member.url, member.token, make_local_session(tls), tls, member.server_name)
+        provider = LocalProvider(member.url, member.token, tls, member.server_name)
         return Node(name, member.url, provider, self._breakers, self, partial(self._on_probe, name))
 
     def _use_members(self) -> None:

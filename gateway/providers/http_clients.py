@@ -22,24 +22,6 @@ LOCAL_KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's own (uvicorn: 5 s), so that no request uses a connection that is being closed."""
 
 
-def make_local_session(tls: SSLContext | None = None) -> aiohttp.ClientSession:
-    """The session for state and events of the inference service: no cookies, no proxy, deadlines per call only.
-
-    `tls` replaces the default context for https. Create it inside the running loop.
-    """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=LOCAL_KEEPALIVE_SECONDS, enable_cleanup_closed=False, ssl=tls or True
-        ),
-        timeout=aiohttp.ClientTimeout(total=None),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        trust_env=False,
-        skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        read_bufsize=2**18,
-    )
-
-
 def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = None) -> aiohttp.ClientSession:
     """The session for images of other hosts: each request opens a new connection to the result of `resolver`, no proxy.
 
@@ -58,7 +40,7 @@ def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = No
 
 
 def make_hop(url: str, tls: SSLContext | None = None, server_name: str | None = None) -> tuple[hop.Hop, str]:
-    """The client for generation requests to the inference service at `url`, and the path prefix in `url`.
+    """The client for the inference service at `url`, and the path prefix in `url`.
 
     `tls` replaces the default context for https; `server_name` is expected in the certificate instead of the host.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import httptools
@@ -172,6 +172,28 @@ class Answer:
         self.listen(on_piece, on_end)
         await done
         return b"".join(pieces)
+
+    async def pieces(self, silence_seconds: float) -> AsyncGenerator[bytes, None]:
+        """The pieces of the body; reading pauses until the last one was taken. Replaces `listen`.
+
+        Raises BrokenError, and TimeoutError after `silence_seconds` without a piece.
+        """
+        arrived: asyncio.Queue[bytes | BrokenError | None] = asyncio.Queue()
+
+        def on_piece(piece: bytes) -> None:
+            self.pause()
+            arrived.put_nowait(piece)
+
+        self.listen(on_piece, arrived.put_nowait)
+        while True:
+            async with asyncio.timeout(silence_seconds):
+                found = await arrived.get()
+            if found is None:
+                return
+            if isinstance(found, BrokenError):
+                raise found
+            yield found
+            self.resume()
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Returns the connection to the pool after a complete response, else closes it.

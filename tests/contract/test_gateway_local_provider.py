@@ -9,7 +9,6 @@ import pytest
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame, frame_of
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import LocalProvider
 from inference.protocol import DONE, Code, ModelState, ModelStatus, Progress, Restored
@@ -23,7 +22,7 @@ BODY = {"model": "requested", "messages": [{"role": "user", "content": "x"}]}
 
 @pytest.fixture
 async def provider(fake: FakeInference) -> AsyncIterator[LocalProvider]:
-    provider = LocalProvider(fake.url, "token", make_local_session())
+    provider = LocalProvider(fake.url, "token")
     yield provider
     await provider.aclose()
 
@@ -175,7 +174,7 @@ async def test_silent_cut_refused_or_missing_events_are_an_error(fake: FakeInfer
             await _receive(provider, 20.0)
         assert caught.value.kind is UpstreamKind.CONNECT
     await fake.start()
-    elsewhere = LocalProvider(fake.url + "/elsewhere", "token", make_local_session())
+    elsewhere = LocalProvider(fake.url + "/elsewhere", "token")
     with pytest.raises(UpstreamError) as caught:
         await _receive(elsewhere, 20.0)
     assert caught.value.status == 404

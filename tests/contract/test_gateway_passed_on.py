@@ -10,7 +10,6 @@ import pytest
 
 from gateway.apis.openai.frames import Data, Done, Endpoint, Frame
 from gateway.errors import UpstreamError
-from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.local_provider import LocalProvider
 from tests.rigs.typed_bodies import call as typed_call
 
@@ -52,7 +51,7 @@ async def service() -> AsyncIterator[tuple[Service, LocalProvider]]:
     service = Service()
     server = await asyncio.start_server(service.serve, "127.0.0.1")
     port = server.sockets[0].getsockname()[1]
-    provider = LocalProvider(f"http://127.0.0.1:{port}", None, make_local_session())
+    provider = LocalProvider(f"http://127.0.0.1:{port}", None)
     yield service, provider
     service.done.set()
     await provider.aclose()

@@ -25,7 +25,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers import cloud_http
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.cloud_http import CloudHttp
-from gateway.providers.http_clients import make_cloud_http, make_local_session
+from gateway.providers.http_clients import make_cloud_http
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import AnswersWhole, Call, Provider
@@ -83,7 +83,7 @@ def _make_anthropic(url: str, key: str) -> Provider:
 
 
 def _make_local(url: str, key: str) -> Provider:
-    return LocalProvider(url, key, make_local_session())
+    return LocalProvider(url, key)
 
 
 MAKERS: Mapping[str, tuple[str, Callable[[str, str], Provider]]] = {
@@ -387,7 +387,7 @@ async def test_provider_works_after_a_failure(rig: Rig) -> None:
 @pytest.fixture
 async def inference() -> AsyncIterator[tuple[fake_inference.FakeInference, Provider]]:
     async with fake_inference.FakeInference(token="t") as fake:
-        provider = LocalProvider(fake.url, "t", make_local_session())
+        provider = LocalProvider(fake.url, "t")
         yield fake, provider
         await provider.aclose()
 

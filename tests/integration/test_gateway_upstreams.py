@@ -17,7 +17,7 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers import registry
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
-from gateway.providers.http_clients import make_cloud_http, make_local_session
+from gateway.providers.http_clients import make_cloud_http
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import Provider
@@ -40,7 +40,7 @@ def _anthropic(url: str) -> Provider:
 
 
 def _local(url: str) -> Provider:
-    return LocalProvider(url, SECRET, make_local_session())
+    return LocalProvider(url, SECRET)
 
 
 every_provider = pytest.mark.parametrize("make", [_openai, _anthropic, _local], ids=["openai", "anthropic", "local"])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway.nodes.node_tls import read_tls
-from gateway.providers.http_clients import make_hop, make_local_session
+from gateway.providers.http_clients import make_hop
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.settings import TlsSettings
 from headgate.cli.main import main
@@ -103,7 +103,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> It
 async def test_gateway_with_a_certificate_is_served(secure: Secure) -> None:
     tls = read_tls(secure.tls(secure.client))
     assert tls is not None
-    provider = LocalProvider(secure.url, "token", make_local_session(tls.context), tls.context)
+    provider = LocalProvider(secure.url, "token", tls.context)
     try:
         assert (await provider.get_json("/v1/models", 10))["data"] == []
         hop, _path = make_hop(secure.url, tls.context)

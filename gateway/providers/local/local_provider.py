@@ -8,12 +8,11 @@ import os
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from hashlib import blake2b
 from typing import Any
 
-import aiohttp
 import orjson
 from msgspec.structs import replace
 
@@ -46,18 +45,13 @@ class LocalProvider:
         self,
         url: str,
         token: str | None,
-        session: aiohttp.ClientSession,
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
-        self._session = session
-        self._server_name = server_name
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._hop, path = make_hop(self._url, tls, server_name)
-        self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
+        self._hop, self._prefix = make_hop(url.rstrip("/"), tls, server_name)
 
     def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """The parameters that no local model supports; those of the requested model are in the `InferenceView`."""
@@ -88,36 +82,28 @@ class LocalProvider:
 
     async def get_json(self, path: str, seconds: float) -> Any:
         """The JSON at a GET path of the service within `seconds`; raises UpstreamError."""
-        return await self._json("GET", path, None, seconds)
+        return await self._json(f"GET {path}", self._hop.get(self._prefix + path, self._headers), seconds)
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError with the service's message."""
-        deadline = {H_DEADLINE: str(max(1, int(seconds * 1000)))}
-        return await self._json("POST", path, body, seconds, {**deadline, **(headers or {})})
+        headers = {**self._headers, H_DEADLINE: str(max(1, int(seconds * 1000))), **(headers or {})}
+        return await self._json(f"POST {path}", self._hop.post(self._prefix + path, body, headers), seconds)
 
-    async def _json(
-        self, method: str, path: str, body: bytes | None, seconds: float, more: Mapping[str, str] | None = None
-    ) -> Any:
-        headers = {**self._headers, **(more or {})}
+    @staticmethod
+    async def _json(request: str, asking: Awaitable[Answer], seconds: float) -> Any:
+        with _with_upstream_errors(request, seconds):
+            async with asyncio.timeout(seconds):
+                answer = await asking
+                try:
+                    body = await answer.whole()
+                finally:
+                    answer.close()
+        if answer.status != 200:
+            raise _not_given(f"{request}: {answer.status}", answer.status, body)
         try:
-            async with self._session.request(
-                method,
-                self._url + path,
-                data=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=seconds),
-                server_hostname=self._server_name,
-            ) as response:
-                answer = await response.read()
-                if response.status != 200:
-                    raise _not_given(f"{method} {path}: {response.status}", response.status, answer)
-                return orjson.loads(answer)
-        except TimeoutError as error:
-            raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: no data for {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
+            return orjson.loads(body)
         except ValueError as error:
-            raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: the response is not JSON") from error
+            raise UpstreamError(UpstreamKind.MALFORMED, f"{request}: the response is not JSON") from error
 
     @contextlib.asynccontextmanager
     async def events(
@@ -128,32 +114,28 @@ class LocalProvider:
         Raises UpstreamError, also after `silence_seconds` without bytes.
         """
         query = "&".join(f"{name}=true" for name, wanted in (("figures", figures), ("kv", kv)) if wanted)
-        url = f"{self._url}/events" + (f"?{query}" if query else "")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
-        try:
-            async with self._session.get(
-                url, headers=self._headers, timeout=timeout, server_hostname=self._server_name
-            ) as response:
-                if response.status != 200:
-                    raise UpstreamError(
-                        UpstreamKind.STATUS, f"GET /events: status {response.status}", status=response.status
-                    )
-                yield response.content.iter_any()
-        except TimeoutError as error:
-            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: no data for {silence_seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
+        path = f"{self._prefix}/events" + (f"?{query}" if query else "")
+        with _with_upstream_errors("GET /events", silence_seconds):
+            async with asyncio.timeout(silence_seconds):
+                answer = await self._hop.get(path, self._headers)
+            try:
+                if answer.status != 200:
+                    message = f"GET /events: status {answer.status}"
+                    raise UpstreamError(UpstreamKind.STATUS, message, status=answer.status)
+                async with contextlib.aclosing(answer.pieces(silence_seconds)) as pieces:
+                    yield pieces
+            finally:
+                answer.close()
 
     async def aclose(self) -> None:
         """Closes every connection."""
         self._hop.close()
-        await self._session.close()
 
     async def _ask(self, call: Call, body: bytes) -> Answer:
         """Posts a request; returns the answer when its status is 200, raises UpstreamError otherwise."""
         headers = {**self._headers, H_REQUEST_ID: call.request_id, **call.headers}
         try:
-            answer = await self._hop.post(self._paths[call.endpoint], body, headers, call.connect_seconds)
+            answer = await self._hop.post(f"{self._prefix}/v1/{call.endpoint}", body, headers, call.connect_seconds)
         except OSError as error:
             raise UpstreamError(
                 UpstreamKind.CONNECT, f"the inference service cannot be reached: {_reason_of(error)}"
@@ -168,6 +150,17 @@ class LocalProvider:
             raise await _refusal(answer)
         finally:
             answer.close()
+
+
+@contextlib.contextmanager
+def _with_upstream_errors(request: str, seconds: float) -> Iterator[None]:
+    """Raises UpstreamError where the service is not reached, breaks the connection or is silent for `seconds`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise UpstreamError(UpstreamKind.TIMEOUT, f"{request}: no data for {seconds:g} s") from error
+    except (BrokenError, OSError) as error:
+        raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
 
 
 def _not_given(request: str, status: int, answer: bytes) -> UpstreamError:
@@ -190,13 +183,12 @@ async def _refusal(answer: Answer) -> UpstreamError:
 
 def _reason_of(error: BaseException) -> str:
     """A short description without addresses, because clients see it."""
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
-        return "the connection was closed"
-    cause = getattr(error, "os_error", error)
-    number = getattr(cause, "errno", None)
-    if isinstance(cause, ssl.SSLError):
-        return (cause.reason or "TLS handshake failed").replace("_", " ").lower()
-    return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__
+    if isinstance(error, BrokenError):
+        return str(error)
+    number = getattr(error, "errno", None)
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "TLS handshake failed").replace("_", " ").lower()
+    return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(error).__name__
 
 
 # --- token counts -----------------------------------------------------------------------------------------------------
