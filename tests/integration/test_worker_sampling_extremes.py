@@ -128,7 +128,7 @@ def test_step_with_more_outputs_than_reserved_is_refused(fresh: EngineRig) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32 - 2),  # 2**32 - 1 makes llama.cpp draw a seed
     spread=st.sampled_from([0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 5, 40]),
     min_p=st.floats(0.01, 1.0),
