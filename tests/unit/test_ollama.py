@@ -61,10 +61,10 @@ def test_minimal_chat_streams() -> None:
 
 def test_options_become_parameters() -> None:
     options: dict[str, Any] = dict.fromkeys(IGNORED_OPTIONS, 1)
-    options |= {"temperature": 0, "min_p": 0.1, "top_k": 3, "seed": 7, "num_predict": 5, "stop": ["x"]}
+    options |= {"temperature": 0, "min_p": 0.1, "top_k": 3, "min_tokens": 2, "seed": 7, "num_predict": 5, "stop": ["x"]}
     found = sent("chat", messages=[HI], options=options, keep_alive="5m", truncate=True)
     assert {name: found[name] for name in found if name not in ("messages", "stream")} == {
-        "temperature": 0, "min_p": 0.1, "top_k": 3, "seed": 7, "max_tokens": 5, "stop": ["x"],
+        "temperature": 0, "min_p": 0.1, "top_k": 3, "min_tokens": 2, "seed": 7, "max_tokens": 5, "stop": ["x"],
     }  # fmt: skip
     endless = sent("chat", messages=[HI], options={"num_predict": -1, "seed": -1, "stop": []})
     assert endless == {"messages": [HI], "stream": True}

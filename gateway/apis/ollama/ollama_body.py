@@ -20,7 +20,7 @@ from headgate.shared.bodies.body_decoder import (
     refuse,
 )
 from headgate.shared.bodies.openai_bodies import StopStrings, Tool
-from headgate.shared.parameters import BY_NAME
+from headgate.shared.parameters import SAMPLING_PARAMETERS
 from inference.protocol import Code
 
 IGNORED_OPTIONS = (
@@ -32,11 +32,8 @@ IGNORED_OPTIONS = (
 )  # fmt: skip
 """Options that clients send and that have no effect; their values are not checked."""
 
-SAMPLING_OPTIONS = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "repeat_penalty", "presence_penalty",
-    "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta",
-)  # fmt: skip
-"""Options with the name and the meaning of a generation parameter."""
+SAMPLING_OPTIONS = tuple(row for row in SAMPLING_PARAMETERS if row.kind != "strings")
+"""The parameters that are options of the same name."""
 
 _NO_TEMPLATE = "the template of the model is used; with `raw: true` the prompt is used as it is"
 _NO_CONTEXT = "the gateway keeps no conversations; send the messages to /api/chat"
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 else:
     _Options = msgspec.defstruct(
         "_Options",
-        [(name, parameter_type(BY_NAME[name]), None) for name in SAMPLING_OPTIONS]
+        [(row.name, parameter_type(row), None) for row in SAMPLING_OPTIONS]
         + [(name, Any, None) for name in IGNORED_OPTIONS],
         bases=(_NoUnknown,),
         kw_only=True,
@@ -59,7 +56,7 @@ else:
 
 
 class OllamaOptions(_Options, kw_only=True):
-    """Generation parameters. `num_predict`: longest answer in tokens; -1 and -2: as long as the context allows."""
+    """Sampling parameters. `num_predict`: longest answer in tokens; -1 and -2: as long as the context allows."""
 
     num_predict: Annotated[int, Meta(ge=-2)] | None = None
     stop: StopStrings | None = None

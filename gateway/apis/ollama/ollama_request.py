@@ -194,7 +194,7 @@ def _sampling(body: GeneratingRequest) -> dict[str, Any]:
     """The generation parameters among the options."""
     if body.options is None:
         return {}
-    found = {name: getattr(body.options, name) for name in SAMPLING_OPTIONS}
+    found = {row.name: getattr(body.options, row.name) for row in SAMPLING_OPTIONS}
     if found["seed"] == -1:
         found["seed"] = None
     return {**found, "stop": body.options.stop or None}
