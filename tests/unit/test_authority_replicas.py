@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,11 +71,13 @@ def test_further_replica_without_a_device_of_its_own_is_not_loaded_and_shows_why
 
 def test_further_replica_that_avoids_accelerators_shows_that_it_is_not_loaded_on_the_cpu() -> None:
     world = two(oom_policy="cpu")
-    avoiding = replace(world.model("a@2"), on_cpu_until=world.now + 60)
-    world.state = replace(world.state, models={**world.state.models, "a@2": avoiding})
     world.leased("a")
+    worker = world.model("a@2").worker
+    assert worker is not None
+    world.end(worker, ExitCause.OOM_COMPUTE)
     world.live(2)
     assert world.model("a@2").state is S.COLD
+    assert world.model("a@2").on_cpu_until > world.now
     reasons = {item.id: item.reason for item in status(world).replicas}
     assert "a further replica of 'a' is not loaded on the CPU" in str(reasons["a@2"])
 
