@@ -10,8 +10,7 @@ from inference.authority.state import EstimateKey, LeaseRecord
 from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.settings import ModelSpec
-from inference.worker_link import Forget, Hold, KvBudget, Limit, Threads
-from inference.worker_link import Grant as LoadOrder
+from inference.worker_link import Forget, Grant, Hold, KvBudget, Limit, Threads
 from inference.workers.exit_cause import WorkerExit
 
 
@@ -67,7 +66,7 @@ class RecordCrash:
 
 # --- requests and commands -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantLease:
     """Grant a lease on a worker to a ticket."""
 
     ticket: int
@@ -145,7 +144,7 @@ class Spawn:
     worker: str
     model: str
     environment: Mapping[str, str]
-    order: LoadOrder | Hold
+    order: Grant | Hold
     stores: bool = False
 
 
@@ -154,7 +153,7 @@ class SendOrder:
     """Make a worker restore the model that it keeps (`Loaded`)."""
 
     worker: str
-    order: LoadOrder
+    order: Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +301,8 @@ class LearnOverhead:
 
 
 Effect = (
-    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | Grant | Fail | Answer | Refuse | Observe | ReadDevices
-    | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | Instruct
+    WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | GrantLease | Fail | Answer | Refuse | Observe
+    | ReadDevices | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | Instruct
     | DropKv | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate | CheckFiles | CheckBuild
     | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
 )  # fmt: skip

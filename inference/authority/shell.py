@@ -117,7 +117,7 @@ class Authority:
             effects.Publish: self._publish,
             effects.NotifyModels: self._notify_models,
             effects.RecordCrash: self._record_crash,
-            effects.Grant: self._grant,
+            effects.GrantLease: self._grant,
             effects.Fail: self._fail,
             effects.Answer: self._answer,
             effects.Refuse: self._refuse,
@@ -438,7 +438,7 @@ class Authority:
         crash = {"id": effect.model, "cause": str(effect.exit.cause), "message": effect.exit.message}
         self.bus.publish("crash", {"crash": crash})
 
-    def _grant(self, effect: effects.Grant) -> None:
+    def _grant(self, effect: effects.GrantLease) -> None:
         record = effect.lease
         devices = self._state.workers[record.worker].placement.devices
         lease = Lease(self, record, self._runner.processes[record.worker], devices)

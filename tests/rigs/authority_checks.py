@@ -28,8 +28,7 @@ from inference.authority.views.live_figures import live_figures
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading, ShuttingDown
 from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.settings import ModelSpec
-from inference.worker_link import Grant as LoadOrder
-from inference.worker_link import Hold, Offloaded
+from inference.worker_link import Grant, Hold, Offloaded
 from tests.rigs.authority_world import CPU, World
 
 _S = ModelState
@@ -627,12 +626,12 @@ class CheckedWorld(World):
                 assert has_ended or other.state not in ACCEPTING, f"{name} leaves for {id}"
 
     # --- starts and commands -----------------------------------------------------------------------------------------
-    def spawning(self, worker: str, order: LoadOrder | Hold) -> None:
+    def spawning(self, worker: str, order: Grant | Hold) -> None:
         record = self.state.workers[worker]
         held = self.state.ledger.holdings[record.holding]
         assert worker not in self.alive
         assert held.phase is not Phase.RESIDENT, "memory is reserved before a process starts"
-        if isinstance(order, LoadOrder):
+        if isinstance(order, Grant):
             assert _nonzero(order.reserved_bytes) == _nonzero(held.bytes)
             assert tuple(item.id for item in order.devices) == record.placement.devices
 

@@ -31,8 +31,7 @@ from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate
 from inference.protocol import ExitCause, Priority
 from inference.settings import InferenceConfig, ModelEntry, ModelSpec, specs_of
-from inference.worker_link import Buffer, Heartbeat, Hold, KvBudget, Limit, Offloaded, Ready, Threads
-from inference.worker_link import Grant as LoadOrder
+from inference.worker_link import Buffer, Grant, Heartbeat, Hold, KvBudget, Limit, Offloaded, Ready, Threads
 from inference.workers.exit_cause import WorkerExit
 
 MIB = 2**20
@@ -60,7 +59,7 @@ class Process:
     """A worker process: its bytes on each device, and the last orders to it. `is_stopped`: it was ordered to end, and
     `is_killed`: it ends for certain."""
 
-    order: LoadOrder | Hold
+    order: Grant | Hold
     bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     """what it took of host memory beyond its buffers"""
@@ -80,7 +79,7 @@ class Process:
     @property
     def uses_arena(self) -> bool:
         """Whether it has a context, whose sequences it stores."""
-        return self.has_arena and self.has_context and isinstance(self.order, LoadOrder)
+        return self.has_arena and self.has_context and isinstance(self.order, Grant)
 
 
 @dataclass
@@ -274,7 +273,7 @@ class World:
     def granted(self, ticket: int, lease: LeaseRecord) -> None:
         """The wait of a ticket is about to end with a lease."""
 
-    def spawning(self, worker: str, order: LoadOrder | Hold) -> None:
+    def spawning(self, worker: str, order: Grant | Hold) -> None:
         """A process is about to be started."""
 
     def commanding(self, request: events.Request) -> Any:
@@ -598,7 +597,7 @@ class World:
             case effects.CheckHeadrooms(planned):
                 self.learned.clear()
                 self.now_due.append(events.HeadroomChanged(tuple(dict.fromkeys(spec for spec, _, _ in planned))))
-            case effects.Grant(ticket, lease):
+            case effects.GrantLease(ticket, lease):
                 assert ticket in self.pending, "the wait of a ticket ends once"
                 self.granted(ticket, lease)
                 self._grant(ticket, lease)
@@ -694,7 +693,7 @@ class World:
         problem = self.faults.suspension
         return (None, False) if problem is None else (f"the {problem} refused", problem == "state")
 
-    def _spawn(self, worker: str, model: str, order: LoadOrder | Hold, *, stores: bool) -> None:
+    def _spawn(self, worker: str, model: str, order: Grant | Hold, *, stores: bool) -> None:
         self.spawning(worker, order)
         if self.faults.spawn:
             self.now_due.append(events.SpawnFailed(worker, "no descriptors are left"))

@@ -35,7 +35,7 @@ class StepWorld(CheckedWorld):
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Grant(ticket, lease):
+            case effects.GrantLease(ticket, lease):
                 self.grants[ticket] = lease.id
             case effects.Fail(ticket, error):
                 self.errors[ticket] = error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from inference.authority.draft import SETTLE_SECONDS, Draft
-from inference.authority.effects import Fail, Grant
+from inference.authority.effects import Fail, GrantLease
 from inference.authority.handlers.running import replicas
 from inference.authority.lifecycle import ACCEPTING, ModelEvent
 from inference.authority.state import LeaseRecord, Purpose, TicketRecord, TimerKind, WorkerRecord
@@ -71,7 +71,7 @@ def grant(draft: Draft, ticket: TicketRecord) -> None:
     if model.state is ModelState.READY:
         draft.set_model(model.id, answered_at=draft.now)
         draft.advance(model.id, ModelEvent.USED, quietly=True)
-    draft.emit(Grant(ticket.id, lease))
+    draft.emit(GrantLease(ticket.id, lease))
 
 
 def unqueue(draft: Draft, id: int) -> TicketRecord:
