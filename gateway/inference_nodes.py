@@ -22,7 +22,7 @@ from gateway.nodes.node_tls import NodeTls, read_tls
 from gateway.nodes.prefixes import Prefixes
 from gateway.nodes.rebalancer import Nodes, Rebalancer
 from gateway.providers.local.local_provider import LocalProvider
-from gateway.settings import InferenceSettings
+from gateway.settings import NodeSettings
 from gateway.shared_state.shared_leases import Leases
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import Code
@@ -56,7 +56,7 @@ class Observer(Protocol):
 class Prepared(NamedTuple):
     """New settings with what has to be read before they can be used."""
 
-    settings: InferenceSettings
+    settings: NodeSettings
     membership: Membership
     tls: NodeTls | None
 
@@ -76,7 +76,7 @@ class InferenceNodes:
 
     def __init__(
         self,
-        settings: InferenceSettings,
+        settings: NodeSettings,
         breakers: Breakers,
         telemetry: Telemetry,
         spawn: Spawn,
@@ -108,7 +108,7 @@ class InferenceNodes:
         self._twins: set[frozenset[str]] = set()
         """Pairs of names of one service that were reported."""
 
-    async def prepare(self, settings: InferenceSettings) -> Prepared:
+    async def prepare(self, settings: NodeSettings) -> Prepared:
         """What `use` needs; raises HeadgateError."""
         tls = await asyncio.to_thread(read_tls, settings.tls)
         membership = self._now.membership

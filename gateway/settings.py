@@ -126,7 +126,7 @@ class TlsSettings(_Model):
     key: str | None = None
 
 
-class InferenceSettings(_Model):
+class NodeSettings(_Model):
     """The address of the inference service, or of several (`nodes`, then `url` has no effect); their token is in
     INFERENCE_TOKEN or the state directory.
 
@@ -371,7 +371,7 @@ class GatewayConfig(_Model):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     drain_seconds: Duration = 30.0
     max_body: Bytes = 32_000_000
-    inference: InferenceSettings = InferenceSettings()
+    inference: NodeSettings = NodeSettings()
     providers: dict[str, ProviderSettings] = {}
     routes: dict[str, RouteSettings] = {"*": RouteSettings(chain=("local/*", "local/smaller"))}
     breaker: BreakerSettings = BreakerSettings()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.settings import InferenceSettings, node_source
+from gateway.settings import NodeSettings, node_source
 from headgate.shared.child_process import PARENT_ENV
 
 log = logging.getLogger("gateway.nodes.membership")
@@ -45,7 +45,7 @@ class Membership:
     """The nodes of one configuration. Sources that `before` has too begin with its lists."""
 
     def __init__(
-        self, settings: InferenceSettings, before: Membership | None = None, helper: Sequence[str] = HELPER
+        self, settings: NodeSettings, before: Membership | None = None, helper: Sequence[str] = HELPER
     ) -> None:
         """`helper` is the command that prints the members of a Ray cluster."""
         self._helper = helper

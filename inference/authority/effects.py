@@ -302,7 +302,7 @@ class LearnOverhead:
 
 Effect = (
     WakeAt | Log | Count | Publish | NotifyModels | RecordCrash | GrantLease | Fail | Answer | Refuse | Observe
-    | ReadDevices | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker | LoseWorker | Instruct
-    | DropKv | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate | CheckFiles | CheckBuild
-    | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
+    | ReadDevices | TryDevice | RenewProbes | CheckSuspension | Spawn | SendOrder | StopWorker | KillWorker
+    | LoseWorker | Instruct | DropKv | FreeContext | Checkpoint | MeasureWorkers | TrimWorkers | Estimate
+    | CheckFiles | CheckBuild | LearnShortage | LearnGoodEnd | CheckHeadrooms | LearnOverhead
 )  # fmt: skip

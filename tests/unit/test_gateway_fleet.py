@@ -17,7 +17,7 @@ from gateway.nodes.fleet_view import FEW_NODES, MERGE_SECONDS, FleetView
 from gateway.nodes.membership import Address, Membership
 from gateway.nodes.node import Node
 from gateway.providers.local.candidate_facts import LikelyFailure
-from gateway.settings import InferenceSettings
+from gateway.settings import NodeSettings
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.stack import until
@@ -168,8 +168,8 @@ def test_failure_is_likely_when_each_node_has_one() -> None:
 
 
 # --- membership -------------------------------------------------------------------------------------------------------
-def settings(*nodes: str, **more: Any) -> InferenceSettings:
-    return InferenceSettings.model_validate({"nodes": nodes, **more})
+def settings(*nodes: str, **more: Any) -> NodeSettings:
+    return NodeSettings.model_validate({"nodes": nodes, **more})
 
 
 async def test_urls_and_names_are_members() -> None:
