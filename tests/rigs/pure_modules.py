@@ -27,5 +27,11 @@ def files() -> list[str]:
     return [f"{path}/*" if (ROOT / path).is_dir() else f"{path}.py" for path in paths]
 
 
+def importable() -> list[str]:
+    """Dotted names of all pure modules."""
+    found = (module for path in files() for module in ROOT.glob(path.replace("/*", "/**/*.py")))
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in found]
+
+
 if __name__ == "__main__":
     sys.stdout.write("".join(["[run]\nbranch = true\ninclude =\n", *(f"    {name}\n" for name in files())]))
