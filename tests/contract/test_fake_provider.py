@@ -23,6 +23,8 @@ from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import strictly
 from tests.rigs.stack import fake_cloud
 
+pytestmark = pytest.mark.unmeasured
+
 ASK: list[Any] = [{"role": "user", "content": "What is a mill?"}]
 ANSWERS: Mapping[str, Answer] = {
     "text": Answer(text="Water turns a wheel.\nAnd ümlauts."),

@@ -28,6 +28,8 @@ from headgate.shared.state_directory import StateDir
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
+pytestmark = pytest.mark.unmeasured
+
 
 class Gateways:
     """Limiters, and the key that clients use at them."""

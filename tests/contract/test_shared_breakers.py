@@ -18,6 +18,8 @@ from gateway.shared_state.scripts import GATEWAYS
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import OPEN_SECONDS, PAIR, SharedGateway, until
 
+pytestmark = pytest.mark.unmeasured
+
 OPEN, CLOSED = BreakerState.OPEN, BreakerState.CLOSED
 
 

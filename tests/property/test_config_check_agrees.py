@@ -22,6 +22,8 @@ from inference.app import Service, _reload
 from tests.rigs.authority_rig import COMMAND, FakeEstimator
 from tests.rigs.processes import forget_own
 
+pytestmark = pytest.mark.unmeasured
+
 MODELS = "# the models\nmodels:\n  demo:\n    path: bundled:demo\n  mini: {path: bundled:demo-mini}\n"
 GATEWAY = 'providers: {}\nroutes:\n  demo: {chain: [local/demo]}\n  "*": {chain: ["local/*"]}\nbreaker: {failures: 5}\n'
 CUT = st.integers(0, 200)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.providers.local.candidate_facts import Facts, LikelyFailure, Speed
 from gateway.routing.chain import DEFERRING, Candidate, Requirements, select
+
+pytestmark = pytest.mark.unmeasured
 
 CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
 FACTS = st.builds(

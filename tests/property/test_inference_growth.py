@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from inference.authority.placement.device_growth import tolerated_bytes
 from inference.protocol import ModelState
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld
+
+pytestmark = pytest.mark.unmeasured
 
 CARD = "gpu-0"
 SIZES = {"large": 12 * 1024, "medium": 6 * 1024, "idle": 2 * 1024}

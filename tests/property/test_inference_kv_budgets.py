@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate.shared.units import GIB, MIB
 from inference.authority.placement.kv_budgets import STEP_BYTES, ArenaUse, budgets, total_bytes
+
+pytestmark = pytest.mark.unmeasured
 
 sizes = st.integers(0, 2000).map(lambda count: count * MIB)
 arenas = st.lists(

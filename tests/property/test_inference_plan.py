@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def machines(draw: st.DrawFn) -> tuple[Ledger, list[Held]]:
     return ledger, held
 
 
+@pytest.mark.unmeasured
 @given(machines(), st.lists(st.integers(1, 1100), min_size=1, max_size=2), st.integers(1, 6) | st.none())
 @settings(max_examples=200, deadline=None)
 def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(

@@ -24,6 +24,8 @@ from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import strictly
 from tests.rigs.typed_bodies import chat, json_of, to_native
 
+pytestmark = pytest.mark.unmeasured
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 WORD = st.text(st.characters(codec="ascii", categories=("L",)), min_size=1, max_size=6)
 JSON = st.recursive(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.nodes.node_table import NodeTable
 from gateway.nodes.rebalance import RebalanceState, cheapest, protected, rebalance
 from inference.protocol import ModelState, ModelStatus
+
+pytestmark = pytest.mark.unmeasured
 
 STEP_SECONDS, IDLE_SECONDS, PARALLEL = 5.0, 60.0, 4
 MODELS = ("m0", "m1", "m2", "m3")

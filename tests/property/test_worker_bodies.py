@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from headgate.shared.bodies.openai_bodies import SHAPES
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
+
+pytestmark = pytest.mark.unmeasured
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Json
 from inference.worker.worker_errors import BadRequestError
 from tests.rigs.vocabularies import PieceVocabulary
+
+pytestmark = pytest.mark.unmeasured
 
 VOCABULARY = PieceVocabulary()
 COMPILER = Compiler(VOCABULARY)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.kv.catalog import MAX_CANDIDATES, Catalog, common_prefix
 from inference.worker.steps import StoredSequence, sequence_id
+
+pytestmark = pytest.mark.unmeasured
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(lambda tokens: array("i", tokens))
 TENANTS = st.sampled_from(["", "a"])

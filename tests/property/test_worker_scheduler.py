@@ -674,6 +674,7 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     assert [entry[:2] for entry in scheduler.progress()] == [(2, Phase.PREFILL), (3, Phase.PREFILL)]
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=300, deadline=None)
 @given(
     slots=st.integers(1, 3),

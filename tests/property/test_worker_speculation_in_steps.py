@@ -102,6 +102,7 @@ def read(ticket: Mailbox) -> None:
 LIMITS = Limits(slots=3, context=64, batch=32, queue=20, outputs=11)
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=100, deadline=None)
 @given(
     requests=st.lists(

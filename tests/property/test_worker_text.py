@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.answers.generation import Detokenizer, Generation, StopFilter
+
+pytestmark = pytest.mark.unmeasured
 
 ALPHABET = "abé漢😀"
 

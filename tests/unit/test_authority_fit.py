@@ -23,6 +23,8 @@ from inference.worker_link import Heartbeat
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, OVERHEAD_BYTES, StepWorld
 
+pytestmark = pytest.mark.unmeasured
+
 LAYERS, EXPERTS_MIB = 4, 300
 DENSE_MIB = 150
 """Everything else of the model."""

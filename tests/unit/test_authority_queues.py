@@ -11,6 +11,8 @@ from inference.protocol import FULL_FOR, ExitCause, ModelState, ModelStatus, Pri
 from inference.worker_link import Heartbeat
 from tests.rigs.step_world import MIB, StepWorld, begin
 
+pytestmark = pytest.mark.unmeasured
+
 S = ModelState
 
 

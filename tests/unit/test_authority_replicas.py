@@ -15,6 +15,8 @@ from inference.protocol import ExitCause, ModelState, ModelStatus
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld, begin
 
+pytestmark = pytest.mark.unmeasured
+
 S = ModelState
 TWO = ("gpu-0", "gpu-1")
 

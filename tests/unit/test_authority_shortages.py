@@ -16,6 +16,8 @@ from inference.protocol import ExitCause, ModelState
 from tests.rigs.step_world import StepWorld
 from tests.rigs.step_world import begin as begin_world
 
+pytestmark = pytest.mark.unmeasured
+
 S = ModelState
 
 

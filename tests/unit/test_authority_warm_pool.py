@@ -21,6 +21,8 @@ from inference.protocol import ExitCause, ModelState
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld, begin
 
+pytestmark = pytest.mark.unmeasured
+
 S = ModelState
 GPU = ("gpu-0",)
 

@@ -24,6 +24,8 @@ from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own, free_port
 
+pytestmark = pytest.mark.unmeasured
+
 READY = ModelStatus("demo", ModelState.READY, devices=("gpu-0",), in_flight=2, parallel=4)
 COLD = ModelStatus("demo", ModelState.COLD)
 OTHER = ModelStatus("other", ModelState.COLD)

@@ -28,6 +28,8 @@ from inference.protocol import ModelState, ModelStatus, ReplicaStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
 from tests.rigs.processes import forget_own, free_port
 
+pytestmark = pytest.mark.unmeasured
+
 READY = ModelStatus(
     id="demo",
     state=ModelState.READY,

@@ -21,6 +21,8 @@ from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, two_cards
 from tests.rigs.processes import forget_own, free_port
 
+pytestmark = pytest.mark.unmeasured
+
 SHIPPED = Path(__file__).resolve().parents[2] / "config"
 SETTINGS = InferenceSettings()
 GIB = 2**30

@@ -24,6 +24,8 @@ from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.processes import forget_own, free_port
 from tests.rigs.small_hub import SmallHub, small_hub
 
+pytestmark = pytest.mark.unmeasured
+
 SHIPPED = Path(__file__).resolve().parents[2] / "config"
 ENTRY = "  new:\n    path: new.gguf\n    context_length: 512\n"
 FIELDS = {"path": "new.gguf", "context_length": 512}

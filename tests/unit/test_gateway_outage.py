@@ -22,6 +22,8 @@ from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs import virtual_time
 from tests.rigs.breaker_rig import FakeActivity
 
+pytestmark = pytest.mark.unmeasured
+
 OUTAGE, PERIOD, FIRST_TOKEN, INTER_TOKEN, ANSWER = 60.0, 4.0, 30.0, 15.0, 0.1
 STATUS = ModelStatus("demo", ModelState.READY, capabilities=("chat",))
 

@@ -10,8 +10,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
 
 from tests.rigs.pure_modules import pure_modules
+
+pytestmark = pytest.mark.unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gateway", "inference", "headgate")

@@ -18,6 +18,8 @@ from inference.environment_settings import PREFIX, environment_names
 from inference.estimate.header_formula import Facts, Parameters, formula_on
 from inference.estimate.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES
 
+pytestmark = pytest.mark.unmeasured
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 MIB, GIB = 2**20, 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ NODES = st.lists(
 )
 
 
+@pytest.mark.unmeasured
 @given(st.lists(NODES, min_size=1, max_size=6))
 def test_each_wanted_node_has_one_service_whose_name_is_unique_and_stays(clusters: list[list[RayNode]]) -> None:
     """For every sequence of clusters: after the changes, the services are those of the wanted nodes."""

@@ -11,12 +11,15 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headgate import __version__
 from headgate.build import this_cpu
 from headgate.cli.main import VERBS
+
+pytestmark = pytest.mark.unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(

@@ -32,6 +32,8 @@ from inference.worker.sampling import ConstrainedSampler
 from inference.worker.worker_errors import BadRequestError, ConstraintError
 from tests.rigs.vocabularies import PieceVocabulary
 
+pytestmark = pytest.mark.unmeasured
+
 VOCABULARY = PieceVocabulary()
 COMPILER = Compiler(VOCABULARY)
 CALL, END_CALL, THINK = (VOCABULARY.control(text) for text in ("<tool_call>", "</tool_call>", "<think>"))

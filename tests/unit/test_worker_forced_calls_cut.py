@@ -67,6 +67,7 @@ def test_required_and_named_calls_are_forced() -> None:
     assert [reading(mode).forced for mode in ("auto", "required", "named")] == [False, True, True]
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_forced_call_cut_at_any_token_has_no_content_and_finish_length(mode: str) -> None:
     """Each stop string occurs in the markup."""

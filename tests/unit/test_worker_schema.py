@@ -11,6 +11,8 @@ from inference.worker.constraints import patterns
 from inference.worker.constraints.keywords import lower
 from inference.worker.constraints.schema_limits import MAX_DEPTH, MAX_PATTERNS, MAX_PROPERTIES, Allowance, SchemaError
 
+pytestmark = pytest.mark.unmeasured
+
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
