@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,20 +43,20 @@ def test_the_turns_of_a_conversation_share_their_beginning_and_their_key() -> No
 
 
 @pytest.mark.parametrize("others", [
-    chat(SYSTEM, FIRST, salt=prefix_salt(b"secret", "another", "m")),
-    chat(SYSTEM, FIRST, salt=prefix_salt(b"secret", "tenant", "n")),
-    chat(SYSTEM, FIRST, salt=prefix_salt(b"another", "tenant", "m")),
-    chat({**SYSTEM, "role": "developer"}, FIRST),
-    chat({**SYSTEM, "content": "You are a miller"}, FIRST),
-    chat({**SYSTEM, "name": "x"}, FIRST),
-    chat(SYSTEM, FIRST, tools=[{"type": "function", "function": {"name": "f"}}]),
-    chat(SYSTEM, FIRST, tools=[{"type": "function", "function": {"name": "f", "description": "\ud800"}}]),
-    chat(SYSTEM, FIRST, chat_template_kwargs={"enable_thinking": False}),
-    chat({"role": "assistant", "content": None, "tool_calls": CALLS}, FIRST),
-    chat({"role": "user", "content": [IMAGE]}),
+    partial(chat, SYSTEM, FIRST, salt=prefix_salt(b"secret", "another", "m")),
+    partial(chat, SYSTEM, FIRST, salt=prefix_salt(b"secret", "tenant", "n")),
+    partial(chat, SYSTEM, FIRST, salt=prefix_salt(b"another", "tenant", "m")),
+    partial(chat, {**SYSTEM, "role": "developer"}, FIRST),
+    partial(chat, {**SYSTEM, "content": "You are a miller"}, FIRST),
+    partial(chat, {**SYSTEM, "name": "x"}, FIRST),
+    partial(chat, SYSTEM, FIRST, tools=[{"type": "function", "function": {"name": "f"}}]),
+    partial(chat, SYSTEM, FIRST, tools=[{"type": "function", "function": {"name": "f", "description": "\ud800"}}]),
+    partial(chat, SYSTEM, FIRST, chat_template_kwargs={"enable_thinking": False}),
+    partial(chat, {"role": "assistant", "content": None, "tool_calls": CALLS}, FIRST),
+    partial(chat, {"role": "user", "content": [IMAGE]}),
 ])  # fmt: skip
-def test_other_prompts_have_other_blocks(others: PrefixBlocks) -> None:
-    assert not set(others.hashes) & set(chat(SYSTEM, FIRST).hashes)
+def test_other_prompts_have_other_blocks(others: Callable[[], PrefixBlocks]) -> None:
+    assert not set(others().hashes) & set(chat(SYSTEM, FIRST).hashes)
 
 
 def test_images_are_part_of_the_prompt() -> None:

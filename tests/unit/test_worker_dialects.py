@@ -389,6 +389,7 @@ def test_tools_are_described_where_the_template_of_a_known_family_drops_them(sou
 
 def test_harmony_gets_reasoning_as_thinking_and_one_call_per_message() -> None:
     """Beside a call the template accepts only one of thinking and content, so they are joined."""
+    assert Harmony().reasons
     calls = (("a", "now", {}), ("b", "now", {}))
     found = prepared(
         Harmony(),
