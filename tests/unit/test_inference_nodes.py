@@ -10,7 +10,7 @@ from gateway.breaker.breakers import Breakers
 from gateway.breaker.permits import Rule
 from gateway.inference_nodes import InferenceNodes
 from gateway.nodes.node import Node
-from gateway.settings import InferenceSettings
+from gateway.settings import NodeSettings
 from gateway.shared_state.shared_leases import LocalLeases
 from gateway.telemetry.gateway_metrics import Telemetry
 
@@ -32,9 +32,9 @@ async def test_sources_of_nodes_are_followed_from_the_first_use_until_the_settin
         changes.append(sorted(nodes.fleet.nodes))
         used.update(nodes.fleet.nodes.values())
 
-    one = InferenceSettings.model_validate({"nodes": ["http://127.0.0.1:1"]})
-    two = InferenceSettings.model_validate({"nodes": ["http://127.0.0.1:1", "http://127.0.0.1:2"]})
-    single = InferenceSettings()
+    one = NodeSettings.model_validate({"nodes": ["http://127.0.0.1:1"]})
+    two = NodeSettings.model_validate({"nodes": ["http://127.0.0.1:1", "http://127.0.0.1:2"]})
+    single = NodeSettings()
     nodes = InferenceNodes(
         one, Breakers(Rule()), Telemetry(), spawn, LocalLeases, lambda: "token", dict, lambda: None,
         on_change,
