@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"name these cases with ids=: {strange[0]}")
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of collected tests, and a search for each 700 new objects, cost a sixth of the time otherwise."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Searches for garbage among thousands of tests, and after each 700 new objects, take a sixth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(10_000)
