@@ -18,9 +18,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headgate import __version__
+from headgate.shared.traces import otlp_encoder
 from headgate.shared.traces.span_ids import new_span_id, new_trace_id
 from headgate.shared.traces.trace_context import TRACEPARENT, TRACESTATE, Span, SpanContext, parse
 
@@ -37,7 +37,6 @@ SDK_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentel
 
 _KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
 _OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCode.ERROR)
-_SCOPE = InstrumentationScope("headgate", __version__)
 
 
 class _RareLines(logging.Filter):
@@ -58,17 +57,6 @@ class _RareLines(logging.Filter):
 _rare_lines = _RareLines()
 
 
-class _Resource(Resource):
-    """Attributes of the service whose hash is computed once: the exporter needs it for each span."""
-
-    def __init__(self, resource: Resource) -> None:
-        super().__init__(resource.attributes, resource.schema_url)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
 def make_tracer(service: str) -> Tracer:
     """A tracer with the settings of the process environment (OTEL_*); raises errors of the SDK for invalid ones."""
     for name in SDK_LOGGERS:
@@ -77,6 +65,7 @@ def make_tracer(service: str) -> Tracer:
     is_named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     if not is_named:
         attributes["service.name"] = service
+    otlp_encoder.install()
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     return Tracer(provider, BatchSpanProcessor(OTLPSpanExporter()))
 
@@ -87,7 +76,7 @@ class Tracer:
     def __init__(self, provider: TracerProvider, processor: BatchSpanProcessor) -> None:
         """`provider` has the sampler and the attributes of the service."""
         self._sampler = provider.sampler
-        self._resource = _Resource(provider.resource)
+        self._resource = provider.resource
         self._processor = processor
 
     def begin(self, headers: Mapping[str, str]) -> SpanContext:
@@ -139,7 +128,7 @@ class Tracer:
             status=_OK if span.error is None else _FAILED,
             start_time=round(span.began * 1e9),
             end_time=round(max(span.began, span.ended) * 1e9),
-            instrumentation_scope=_SCOPE,
+            instrumentation_scope=otlp_encoder.SCOPE,
         )
 
 
