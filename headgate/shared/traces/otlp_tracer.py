@@ -36,6 +36,7 @@ SDK_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentel
 """They log each retry and each dropped span while the collector is dead."""
 
 _KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
+_SAMPLED, _NOT_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED), trace.TraceFlags(trace.TraceFlags.DEFAULT)
 _OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCode.ERROR)
 
 
@@ -82,8 +83,11 @@ class Tracer:
     def begin(self, headers: Mapping[str, str]) -> SpanContext:
         """The context of the span of a request with these headers: a child of the client's, or a new trace."""
         remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
-        own = SpanContext(new_trace_id(), new_span_id()) if remote is None else remote.child(new_span_id())
-        return own._replace(is_sampled=self._is_sampled(own.trace_id, remote))
+        if remote is None:
+            trace_id = new_trace_id()
+            return SpanContext(trace_id, new_span_id(), None, self._is_sampled(trace_id, None))
+        is_sampled = self._is_sampled(remote.trace_id, remote)
+        return SpanContext(remote.trace_id, new_span_id(), remote.span_id, is_sampled, remote.state)
 
     def export(self, spans: Iterable[Span]) -> None:
         """Queues the spans of sampled traces. An error is logged."""
@@ -106,7 +110,8 @@ class Tracer:
         """The decision of the sampler (OTEL_TRACES_SAMPLER; by default that of the parent, else yes)."""
         context = Context()
         if parent is not None:
-            context = trace.set_span_in_context(trace.NonRecordingSpan(_sdk_context(parent, is_remote=True)), context)
+            remote = _sdk_context(parent, parent.span_id, is_remote=True)
+            context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
         decision: Decision = self._sampler.should_sample(context, trace_id, "request").decision
         return decision is Decision.RECORD_AND_SAMPLE
 
@@ -117,10 +122,10 @@ class Tracer:
             attributes["error.type"] = span.error
         parent = None
         if own.parent_id is not None:
-            parent = _sdk_context(own._replace(span_id=own.parent_id), is_remote=span.kind == "server")
+            parent = _sdk_context(own, own.parent_id, is_remote=span.kind == "server")
         return ReadableSpan(
             span.name,
-            context=_sdk_context(own),
+            context=_sdk_context(own, own.span_id),
             parent=parent,
             resource=self._resource,
             attributes=attributes,
@@ -132,6 +137,7 @@ class Tracer:
         )
 
 
-def _sdk_context(own: SpanContext, *, is_remote: bool = False) -> trace.SpanContext:
+def _sdk_context(own: SpanContext, span_id: int, *, is_remote: bool = False) -> trace.SpanContext:
+    """The span `span_id` of the trace of `own`."""
     state = trace.TraceState.from_header([own.state]) if own.state else None
-    return trace.SpanContext(own.trace_id, own.span_id, is_remote, trace.TraceFlags(own.is_sampled), state)
+    return trace.SpanContext(own.trace_id, span_id, is_remote, _SAMPLED if own.is_sampled else _NOT_SAMPLED, state)
