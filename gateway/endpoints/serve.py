@@ -149,7 +149,7 @@ class RequestApp(ABC):
             runtime.leave(generation)
             record.note_end(time.monotonic() - exchange.began)
             self.finish(record)
-            if tracer is not None:
+            if tracer is not None and record.trace is not None and record.trace.is_sampled:
                 tracer.export(request_spans(record, runtime.gateway_state.addresses))
 
     async def _with_key(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:

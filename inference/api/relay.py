@@ -152,7 +152,7 @@ class Relay:
         finally:
             if is_counted:
                 self._authority.metrics.requests.labels(model, outcome).inc()
-            if trace is not None and self._tracer is not None and is_counted:
+            if trace is not None and trace.span.is_sampled and self._tracer is not None and is_counted:
                 trace.model, trace.outcome = model, outcome
                 self._tracer.export(relay_spans(trace, self._authority.now, new_span_id))
 

@@ -1,7 +1,8 @@
 """Exports spans by OTLP over HTTP with OpenTelemetry's SDK.
 
-Spans are made from plain data after a request has ended. A thread of the SDK sends them in batches. Its queue is
-bounded: with a slow or dead collector spans are dropped, and requests continue.
+A thread of the SDK makes the spans of many requests from plain data, one after the other, and sends them in a batch: in
+the middle of a request the same work takes three times as long, because the processor's caches hold other code. Its
+queue is bounded: with a slow or dead collector spans are dropped, and requests continue.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Decision, Sampler
 
 from headgate import __version__
 from headgate.shared.traces import otlp_encoder
@@ -37,6 +38,7 @@ SDK_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentel
 
 _KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
 _SAMPLED, _NOT_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED), trace.TraceFlags(trace.TraceFlags.DEFAULT)
+_QUEUED = trace.SpanContext(1, 1, is_remote=False, trace_flags=_SAMPLED)
 _OK, _FAILED = trace.Status(trace.StatusCode.UNSET), trace.Status(trace.StatusCode.ERROR)
 
 
@@ -68,52 +70,37 @@ def make_tracer(service: str) -> Tracer:
         attributes["service.name"] = service
     otlp_encoder.install()
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    return Tracer(provider, BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracer(provider.sampler, BatchSpanProcessor(_Exporter(provider.resource)))
 
 
-class Tracer:
-    """Begins spans and exports them. `export` does not raise."""
+class _Request(ReadableSpan):
+    """The spans of one request in the SDK's queue, which looks only at `context`."""
 
-    def __init__(self, provider: TracerProvider, processor: BatchSpanProcessor) -> None:
-        """`provider` has the sampler and the attributes of the service."""
-        self._sampler = provider.sampler
-        self._resource = provider.resource
-        self._processor = processor
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = spans
 
-    def begin(self, headers: Mapping[str, str]) -> SpanContext:
-        """The context of the span of a request with these headers: a child of the client's, or a new trace."""
-        remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
-        if remote is None:
-            trace_id = new_trace_id()
-            return SpanContext(trace_id, new_span_id(), None, self._is_sampled(trace_id, None))
-        is_sampled = self._is_sampled(remote.trace_id, remote)
-        return SpanContext(remote.trace_id, new_span_id(), remote.span_id, is_sampled, remote.state)
+    @property
+    def context(self) -> trace.SpanContext:
+        return _QUEUED
 
-    def export(self, spans: Iterable[Span]) -> None:
-        """Queues the spans of sampled traces. An error is logged."""
-        try:
-            for span in spans:
-                if span.context.is_sampled:
-                    self._processor.on_end(self._converted(span))
-        except Exception:
-            log.exception("a trace could not be exported")
 
-    def close(self) -> None:
-        """Sends the queued spans within CLOSE_SECONDS; the rest is lost."""
-        closing = threading.Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
-        if closing.is_alive():
-            log.warning("the collector of traces did not take the last spans within %g s", CLOSE_SECONDS)
+class _Exporter(OTLPSpanExporter):
+    """Makes the spans of the queued requests and sends them."""
 
-    def _is_sampled(self, trace_id: int, parent: SpanContext | None) -> bool:
-        """The decision of the sampler (OTEL_TRACES_SAMPLER; by default that of the parent, else yes)."""
-        context = Context()
-        if parent is not None:
-            remote = _sdk_context(parent, parent.span_id, is_remote=True)
-            context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
-        decision: Decision = self._sampler.should_sample(context, trace_id, "request").decision
-        return decision is Decision.RECORD_AND_SAMPLE
+    def __init__(self, resource: Resource) -> None:
+        super().__init__()
+        self._resource = resource
+
+    def export(self, batch: Sequence[ReadableSpan]) -> SpanExportResult:
+        """An error in a span is logged."""
+        converted: list[ReadableSpan] = []
+        for request in batch:
+            assert isinstance(request, _Request)
+            try:
+                converted += [self._converted(span) for span in request.spans if span.context.is_sampled]
+            except Exception:
+                log.exception("a trace could not be exported")
+        return super().export(converted) if converted else SpanExportResult.SUCCESS
 
     def _converted(self, span: Span) -> ReadableSpan:
         own = span.context
@@ -135,6 +122,46 @@ class Tracer:
             end_time=round(max(span.began, span.ended) * 1e9),
             instrumentation_scope=otlp_encoder.SCOPE,
         )
+
+
+class Tracer:
+    """Begins spans and exports them."""
+
+    def __init__(self, sampler: Sampler, processor: BatchSpanProcessor) -> None:
+        self._sampler = sampler
+        self._processor = processor
+
+    def begin(self, headers: Mapping[str, str]) -> SpanContext:
+        """The context of the span of a request with these headers: a child of the client's, or a new trace."""
+        remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
+        if remote is None:
+            trace_id = new_trace_id()
+            return SpanContext(trace_id, new_span_id(), None, self._is_sampled(trace_id, None))
+        is_sampled = self._is_sampled(remote.trace_id, remote)
+        return SpanContext(remote.trace_id, new_span_id(), remote.span_id, is_sampled, remote.state)
+
+    def export(self, spans: Iterable[Span]) -> None:
+        """Queues the spans of a request of a sampled trace. The thread that sends them iterates over them."""
+        self._processor.on_end(_Request(spans))
+
+    def close(self) -> None:
+        """Sends the queued spans within CLOSE_SECONDS; the rest is lost."""
+        closing = threading.Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning("the collector of traces did not take the last spans within %g s", CLOSE_SECONDS)
+
+    def _is_sampled(self, trace_id: int, parent: SpanContext | None) -> bool:
+        """The decision of the sampler (OTEL_TRACES_SAMPLER; by default that of the parent, else yes)."""
+        if self._sampler is DEFAULT_ON:
+            return parent is None or parent.is_sampled
+        context = Context()
+        if parent is not None:
+            remote = _sdk_context(parent, parent.span_id, is_remote=True)
+            context = trace.set_span_in_context(trace.NonRecordingSpan(remote), context)
+        decision: Decision = self._sampler.should_sample(context, trace_id, "request").decision
+        return decision is Decision.RECORD_AND_SAMPLE
 
 
 def _sdk_context(own: SpanContext, span_id: int, *, is_remote: bool = False) -> trace.SpanContext:
