@@ -75,7 +75,8 @@ def test_requests_fail_fast_without_devices_and_succeed_when_one_returns(stack: 
             assert (answer.code, error["code"]) == (503, "device_lost")
             assert 1 <= int(answer.headers["retry-after"]) <= 10
         assert error["message"] == (
-            "the model 'demo' cannot be loaded: gpu-0 is lost (its connections were cut), gpu-1 is lost (its connections were cut)"
+            "the model 'demo' cannot be loaded: gpu-0 is lost (its connections were cut), "
+            "gpu-1 is lost (its connections were cut)"
         )
         assert time.monotonic() - began < 5
         wait_until("the gateway refuses", lambda: "gpu-0 is lost" in refusal(stack, "/v1/chat/completions", ask)[1])
