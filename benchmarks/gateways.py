@@ -106,13 +106,17 @@ def pass_through(url: str, root: Path, core: int) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Target]:
-    """LiteLLM's proxy with one worker and one model, without logging."""
+    """LiteLLM's proxy with one worker, without logging, with its Rust core where that handles a request."""
     port = free_port()
     place = root / peer.name
     key = f"sk-{secrets.token_hex(32)}"
     env = private_env(
-        place, {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-    )
+        place,
+        {
+            "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key,
+            "LITELLM_RUST": "true",
+        },
+    )  # fmt: skip
     asked = {"api_base": f"{url}/v1", "api_key": KEY}
     names = (upstream.AT_ONCE, *upstream.CLOUD_MODELS)
     models = [{"model_name": name, "litellm_params": {"model": f"openai/{name}", **asked}} for name in names]
