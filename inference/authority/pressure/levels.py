@@ -97,6 +97,12 @@ def with_accepted_use(gauge: Gauge, use: Use) -> Gauge:
     return replace(gauge, ours_bytes=use.ours_bytes, accepted_bytes=use.foreign_bytes)
 
 
+def with_forfeited(gauge: Gauge, foreign_bytes: int) -> Gauge:
+    """The gauge after `foreign_bytes` of booked memory became foreign: no rise, because as much is in use as before."""
+    lowest = None if gauge.lowest_bytes is None else gauge.lowest_bytes + foreign_bytes
+    return replace(gauge, accepted_bytes=gauge.accepted_bytes + foreign_bytes, lowest_bytes=lowest)
+
+
 def updated_gauge(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
     """The gauge after a check. If Headgate booked more since the last check, the current foreign use is accepted."""
     accepted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.accepted_bytes

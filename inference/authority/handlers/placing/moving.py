@@ -23,7 +23,7 @@ from inference.authority.placement.plan import Placement, Refusal, Result
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.state import CpuReturn, ModelRecord, Purpose, State, TicketRecord
 from inference.devices.device import CPU, Reading
-from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelNotFound
+from inference.errors import DeviceLost, InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelNotFound
 from inference.protocol import ModelState, Priority
 from inference.settings import ModelSpec
 
@@ -116,8 +116,19 @@ def settled(draft: Draft, ticket: TicketRecord, error: InferenceError | None) ->
     """The model was loaded, or the load failed."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, MoveCommand) and command.ticket == ticket.id:
-            model = draft.state.models.get(command.model)
-            _end(draft, id, command, error or (model.move_error if model is not None else None))
+            _end(draft, id, command, error or _missed(draft.state, command))
+
+
+def _missed(state: State, command: MoveCommand) -> InferenceError | None:
+    """Why the model was not loaded on the device of the move, or None."""
+    model = state.models.get(command.model)
+    if model is None:
+        return None
+    worker = state.worker_of(model)
+    there = () if worker is None else worker.placement.devices
+    if model.move_error is not None or there == (command.device,):
+        return model.move_error
+    return DeviceLost(f"{command.device} is gone; {model.id!r} was loaded on {', '.join(there) or 'no device'}")
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:

@@ -6,6 +6,7 @@ free in time counts as foreign.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from headgate.shared.units import mib
@@ -15,7 +16,8 @@ from inference.authority.handlers.queries import device_view
 from inference.authority.lifecycle import Departure, Eviction, ModelEvent
 from inference.authority.pending_commands import CollectCommand, EvictCommand
 from inference.authority.placement.device_growth import forfeited
-from inference.authority.placement.ledger import Phase
+from inference.authority.placement.ledger import Ledger, Phase
+from inference.authority.pressure.levels import with_forfeited
 from inference.authority.state import Return, TimerKind, WorkerRecord
 from inference.devices.device import CPU
 
@@ -153,10 +155,26 @@ def return_is_due(draft: Draft, holding: str) -> None:
     )
     lost = draft.state.ledger.holdings[holding].bytes
     draft.set_devices(growth=forfeited(draft.state.devices.growth, lost))
-    draft.set(ledger=draft.state.ledger.forfeit(holding))
+    before = draft.state.ledger
+    draft.set(ledger=before.forfeit(holding))
+    _accept_forfeited(draft, {name: _foreign_rise(before, draft.state.ledger, name) for name in awaited.devices})
     record(draft, awaited.model, awaited.departure, 0)
     draft.changed()
     draft.plan()
+
+
+def _foreign_rise(before: Ledger, after: Ledger, device: str) -> int:
+    return after.balance(device).foreign_bytes - before.balance(device).foreign_bytes
+
+
+def _accept_forfeited(draft: Draft, rises: Mapping[str, int]) -> None:
+    """Keeps memory that became foreign from counting as a rise of foreign use, for which idle models would leave."""
+    pressure = draft.state.pressure
+    devices = {
+        device: replace(known, gauge=with_forfeited(known.gauge, rises.get(device, 0)))
+        for device, known in pressure.devices.items()
+    }
+    draft.set(pressure=replace(pressure, devices=devices))
 
 
 def _forget_return(draft: Draft, holding: str) -> None:
