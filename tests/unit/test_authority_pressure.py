@@ -49,6 +49,20 @@ def refused(world: StepWorld, model: str) -> MemoryLimitExceededError:
     return error
 
 
+def test_no_model_leaves_for_memory_of_an_ended_worker_while_the_driver_does_not_answer() -> None:
+    """The device was as full before, and nothing shows yet that the memory is free."""
+    world = begin({"kept": {}, "gone": {}}, {"kept": 350, "gone": 480})
+    world.used("kept", "gone")
+    world.faults.readings = True
+    world.command(events.Unload("gone", now=True))
+    world.live(120)
+    assert world.model("kept").state is S.READY
+    assert world.state.ledger.balance(GPU).foreign_bytes == 480 * MIB
+    world.faults.readings = False
+    world.check_pressure()
+    assert world.state.ledger.balance(GPU).foreign_bytes == 0
+
+
 def test_idle_model_is_evicted_when_other_programs_take_memory() -> None:
     world = begin({"old": {}, "new": {}}, {"old": 300, "new": 300})
     world.used("old")

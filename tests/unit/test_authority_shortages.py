@@ -11,7 +11,8 @@ from inference.authority.handlers.running import oom_recovery
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.smaller_settings import REST_SECONDS
 from inference.authority.views.inference_metrics import cooldown_seconds
-from inference.errors import InvalidRequestError, MemoryRefused, ModelFailed, Shortage
+from inference.devices.signs import Sign
+from inference.errors import DeviceLost, InvalidRequestError, MemoryRefused, ModelFailed, Shortage
 from inference.protocol import ExitCause, ModelState
 from tests.rigs.step_world import StepWorld
 from tests.rigs.step_world import begin as begin_world
@@ -158,6 +159,21 @@ def test_model_that_was_moved_to_the_cpu_by_hand_stays_there() -> None:
     world.live(100)
     assert devices(world) == ("cpu",)
     assert not oom_recovery.is_fallback(world.state, world.model("a"))
+
+
+def test_move_to_a_device_that_disappears_meanwhile_fails_and_the_model_is_loaded_elsewhere() -> None:
+    world = begin_world({"a": {}}, {"a": 160}, gpus=("gpu-0", "gpu-1"))
+    lease = world.leased("a")
+    before, target = devices(world), next(name for name in ("gpu-0", "gpu-1") if name not in devices(world))
+    move = world.command(events.Move("a", target, None))
+    world.live(1)
+    assert world.model("a").state is S.DRAINING
+    world.put_sign(target, Sign.MISSING)
+    world.finish(lease)
+    world.live(5)
+    assert devices(world) == before
+    assert isinstance(world.errors[move], DeviceLost)
+    assert world.errors[move].message == f"{target} is gone; 'a' was loaded on {before[0]}"
 
 
 def test_error_of_a_later_failure_does_not_name_memory() -> None:

@@ -22,9 +22,11 @@ MAX_TRIAL_ESTIMATES = 64
 
 
 def request(draft: Draft, key: EstimateKey) -> bool:
-    """Begins a measurement, unless it is running. False if one of the devices is missing."""
+    """Begins a measurement, unless it is running. False if a device is missing or the service is ending."""
     if draft.state.is_measuring(key.spec):
         return True
+    if draft.state.closing:
+        return False
     devices = tuple(device_view.named(draft.state, key.devices, draft.now))
     if len(devices) < len(key.devices):
         return False
