@@ -740,7 +740,8 @@ class CheckedWorld(World):
             return
         if departure.reason is Reason.MEMORY_WANTED:
             others = [other for other in self.state.models.values() if other.queue.waiters and other.id != model.id]
-            assert others, f"{model.id} leaves for no other model"
+            is_replaced = {*replicas.taken_devices(self.state, model)} & {*worker.placement.devices}
+            assert others or is_replaced, f"{model.id} leaves for no other model"
 
     # --- at the end of a run -----------------------------------------------------------------------------------------
     def rest(self) -> None:

@@ -308,13 +308,17 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
 
 
 def _keep_unneeded(draft: Draft) -> None:
-    """Keeps draining models when the requests that needed their memory have ended."""
+    """Keeps draining models when the requests that needed their memory have ended.
+
+    A replica whose place another one has taken meanwhile leaves.
+    """
     needed = {name for claim in draft.state.claims for name in claim.victims}
     for model in list(draft.state.models.values()):
         worker = draft.worker_of(model.id)
         if model.state is not _S.DRAINING or worker is None or worker.departure is None or worker.ending:
             continue
-        if worker.departure.reason is Reason.MEMORY_WANTED and model.id not in needed:
+        is_replaced = not replicas.taken_devices(draft.state, model).isdisjoint(worker.placement.devices)
+        if worker.departure.reason is Reason.MEMORY_WANTED and model.id not in needed and not is_replaced:
             departure.stay(draft, model.id)
 
 
