@@ -26,7 +26,16 @@ from inference.authority.pressure.advice import (
     swapping_alert,
     swaps,
 )
-from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, grew, updated_gauge, with_accepted_use
+from inference.authority.pressure.levels import (
+    Bounds,
+    Gauge,
+    Level,
+    Use,
+    grew,
+    updated_gauge,
+    with_accepted_use,
+    with_forfeited,
+)
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.pressure.relief import (
     DevicePressures,
@@ -63,6 +72,14 @@ def settled(*uses: Use) -> Gauge:
 )  # fmt: skip
 def test_level_follows_from_the_foreign_use(foreign: int, level: str) -> None:
     assert str(settled(use(0, foreign)).level) == level
+
+
+def test_booked_memory_that_becomes_foreign_is_no_growth() -> None:
+    gauge = settled(use(400, 50), use(800, 50))
+    assert grew(gauge, use(400, 450))
+    assert not grew(with_forfeited(gauge, 400), use(400, 450))
+    assert updated_gauge(with_forfeited(gauge, 400), use(400, 450), BOUNDS).level is Level.HIGH
+    assert with_forfeited(Gauge(), 400).lowest_bytes is None
 
 
 def test_device_without_a_size_is_low() -> None:
