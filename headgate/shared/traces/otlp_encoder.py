@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """The message that the SDK's `encode_spans` returns, which encodes spans of other libraries."""
+    """The message that the SDK's `encode_spans` returns. Spans of other libraries are passed to it."""
     if spans[0].instrumentation_scope is not SCOPE:
         return sdk_encode_spans(spans)
     request = sdk_encode_spans(spans[:1])  # with the resource and the scope
