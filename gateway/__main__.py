@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from gateway.app import make_app
+from gateway.gateway_server import serve
+from gateway.runtime import Runtime, Source
 from headgate.shared import log as logs
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.event_loop import new_event_loop
 from headgate.shared.state_directory import GATEWAY_KEY, StateDir, config_dir, load_environ
-
-if TYPE_CHECKING:
-    from gateway.runtime import Runtime
 
 log = logging.getLogger("gateway")
 
@@ -44,13 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace, environ: dict[str, str]) -> None:
-    gc.disable()  # modules stay; without searches for garbage they are imported in a tenth less time
-    from gateway.app import make_app
-    from gateway.gateway_server import serve
-    from gateway.runtime import Runtime, Source
-
-    gc.freeze()
-    gc.enable()
     source = Source(config_dir(environ, args.config_dir), load_environ, {"host": args.host, "port": args.port})
     config = source.load()
     state = StateDir.from_env(environ)

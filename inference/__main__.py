@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -38,11 +37,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
-    gc.disable()  # modules stay; without searches for garbage they are imported in a tenth less time
     from inference import app, settings  # imported here to keep `--help` fast
 
-    gc.freeze()
-    gc.enable()
     overrides: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
     config = settings.load(config_dir(environ, arguments.config_dir), environ, overrides)
     host, port = config.settings.host, config.settings.port
