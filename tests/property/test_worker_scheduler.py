@@ -727,18 +727,26 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     traffic.teardown()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
-    slots=st.integers(1, 3),
+    slots=st.integers(1, 4),
     can_trim=st.booleans(),
     window=st.sampled_from((0, 3)),
     min_copied=st.integers(1, 4),
-    turns=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8), st.booleans()), max_size=20
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8)), min_size=1, max_size=3),
+            st.booleans(),
+        ),
+        max_size=20,
     ),
 )
 def test_displaced_sequences_are_stored(
-    slots: int, can_trim: bool, window: int, min_copied: int, turns: list[tuple[int, int, list[int], int, bool]]
+    slots: int,
+    can_trim: bool,
+    window: int,
+    min_copied: int,
+    rounds: list[tuple[list[tuple[int, int, list[int], int]], bool]],
 ) -> None:
     """Whatever was computed is in a slot or in the store, except for ends that are not worth a copy."""
     traffic = Traffic()
@@ -749,15 +757,15 @@ def test_displaced_sequences_are_stored(
     )  # fmt: skip
     traffic.restart()
     known: list[list[int]] = []
-    for which, back, more, answer, ahead in turns:
-        tokens = known[which % len(known)] if known else []
-        prompt = [*tokens[: max(0, len(tokens) - back)], *more][:50]
-        traffic.submit(prompt, "x", Priority.NORMAL, 1, None, answer, score=False, alone=True)
-        (job,) = traffic.live
-        live = traffic.live[job]
+    for turns, ahead in rounds:
+        for which, back, more, answer in turns:
+            tokens = known[which % len(known)] if known else []
+            prompt = [*tokens[: max(0, len(tokens) - back)], *more][:50]
+            traffic.submit(prompt, "x", Priority.NORMAL, 1, None, answer, score=False, alone=True)
+        together = list(traffic.live.values())
         while traffic.live:
             traffic.advance(8)
-        known.append(live.tokens[:-1])  # the last token was not computed
+        known.extend(live.tokens[:-1] for live in together)  # the last token was not computed
         if ahead and (operation := traffic.scheduler.slots.store_one()) is not None:
             traffic.memory.store(operation)
     held = [traffic.memory.tokens(slot) for slot in range(slots)]

@@ -193,7 +193,7 @@ def test_copied_window_gets_no_checkpoint_before_its_batch() -> None:
 
 
 def test_sequence_is_not_loaded_into_a_slot_that_is_about_to_move() -> None:
-    """It is computed instead, if no other slot is free."""
+    """Its job waits for the batch that moves the tokens of the slot, then until they are stored."""
     catalog = Catalog()
     slots = Slots(PLAIN, catalog)
     first = slots.take(tokens(*range(10)), "", 0)
@@ -205,10 +205,17 @@ def test_sequence_is_not_loaded_into_a_slot_that_is_about_to_move() -> None:
     slots.release(second, 0.0)
     catalog.add(StoredSequence(tokens(30, 31, 32, 33), "", in_ram=True))
     slots.operations()
-    third = slots.take(tokens(30, 31, 32, 33, 34), "", 4)
-    assert third is second
-    assert Load not in kinds(slots.operations())
-    assert third.computed == 0
+    prompt = tokens(30, 31, 32, 33, 34)
+    assert slots.take(prompt, "", 4) is None
+    assert kinds(slots.operations()) == []
+    slots.arrived()
+    slots.begin(1)
+    assert slots.take(prompt, "", 4) is None
+    assert kinds(slots.operations()) == [Store]
+    slots.begin(1)
+    assert slots.take(prompt, "", 4) is second
+    assert second.computed == 4
+    assert Load in kinds(slots.operations())
 
 
 def test_stream_of_a_full_pool_waits_if_nothing_gives_way() -> None:

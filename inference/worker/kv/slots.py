@@ -115,8 +115,9 @@ class Slots:
         if choice.stored is not None:
             choice.stored.wanted = True  # until it is loaded, so that storing another sequence does not remove it
             self._wanted.append(choice.stored)
-        if not all(self._store_unsaved(slot, kept) for slot, kept in self._displaced(choice)):
-            return None
+        for slot, kept in self._displaced(choice):
+            if self._arrives_soon(slot) or not self._store_unsaved(slot, kept):
+                return None
         target, (best, shared, checkpoint) = choice.target, choice.reuse
         if choice.stored is not None:
             if not self._clear_cells(target, len(choice.stored.tokens)) or self._transfers < 1:
@@ -370,6 +371,11 @@ class Slots:
     def _is_moving(self, slot: Slot) -> bool:
         """Whether llama.cpp will copy to or from `slot` with the next batch."""
         return slot.number in self._arriving or slot.number in self._departing
+
+    def _arrives_soon(self, slot: Slot) -> bool:
+        """Whether the tokens of `slot` come with the batch of a running job, and cannot be stored before."""
+        is_arriving = self._catalog is not None and slot.number in self._arriving
+        return is_arriving and slot.unsaved > 0 and any(other.taken for other in self._slots)
 
     def _has_no_window(self, slot: Slot) -> bool:
         """Whether it is a copy whose window cells come with the next batch and are not usable before."""
