@@ -727,7 +727,7 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     traffic.teardown()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     slots=st.integers(1, 4),
     can_trim=st.booleans(),
@@ -735,7 +735,9 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     min_copied=st.integers(1, 4),
     rounds=st.lists(
         st.tuples(
-            st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8)), min_size=1, max_size=3),
+            st.lists(
+                st.tuples(st.integers(0, 5), st.integers(0, 20), TOKENS, st.integers(1, 8)), min_size=1, max_size=3
+            ),
             st.booleans(),
         ),
         max_size=20,
