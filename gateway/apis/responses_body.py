@@ -51,9 +51,9 @@ Include: TypeAlias = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Answers contain no data of tools that run at a provider, so that these values have no effect."""
 INCLUDES: tuple[str, ...] = get_args(Include)
 INCLUDE_LOGPROBS, INCLUDE_REASONING = INCLUDES[:2]
+"""The others have no effect: answers contain no data of tools that run at a provider."""
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier: TypeAlias = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -346,7 +346,7 @@ _CHECKED_HERE = CHECKED.difference(_NOT_HERE)
 
 
 def decode_responses(given: Mapping[str, Any]) -> ResponsesBody:
-    """The body in parsed JSON without null fields; raises RequestError that names the parameter."""
+    """The body for parsed JSON from which null fields were removed; raises InvalidBodyError."""
     for name in given:
         if name in REFUSED:
             refuse(name, f"`{name}` is not supported: {REFUSED[name]}", Code.UNSUPPORTED_PARAMETER)
@@ -415,7 +415,9 @@ def _check_parts(content: str | list[ContentPart], path: str) -> None:
 
 
 def responses_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schema of the body and its definitions, without the rules between fields."""
+    """The JSON schema of the body and its definitions. Of the rules between fields it has only the required
+    alternatives.
+    """
     root, parts = json_schema(ResponsesBody)
     needed = [{"required": [name]} for name in ("input", "instructions", "previous_response_id")]
     return {**root, "anyOf": needed}, parts

@@ -53,7 +53,7 @@ class Breaker:
         self.name = f"{provider}/{model}" if model else provider
         self.last_failure: str | None = None
         self.last_probe: str | None = None
-        self.is_answered = False
+        self.provider_answered = False
         """Whether the provider answered in the last failure. If not, perhaps only this gateway cannot reach it."""
         self.needs_memory = False
         """Whether the last failure was a refusal of memory by the inference service."""
@@ -131,7 +131,8 @@ class Breaker:
         log.log(level, "breaker %s: %s -> %s%s", self.name, before.label, after.label, detail)
 
     def acquire(self, expires: float, forced: bool = False) -> Permit | Refused:
-        """A permit for one attempt that ends by `expires`, or the refusal. An open period that is over ends here.
+        """A permit for one attempt that ends by `expires`, or the refusal. If the open period is over, the breaker
+        becomes half-open here.
 
         A `forced` attempt has no other candidate: neither the ramp after a recovery nor silence refuses it.
         """
@@ -195,7 +196,7 @@ class Breaker:
             self.silence.clear()  # the rest of the answer gets a new permit
         self._record_success(permit)
         # one failure does not undo the recovery of the inference service: it is probed, and its answers are resumed
-        return self._permits.renew(permit, on_trial=not self.is_local)
+        return self._permits.renew(permit, can_undo_recovery=not self.is_local)
 
     def _counts(self, permit: Permit) -> bool:
         """Whether a result under `permit` counts in the current epoch."""
@@ -217,7 +218,7 @@ class Breaker:
         if not self._counts(permit):
             return
         self.last_failure, self.needs_memory, self.source = reason, failure.needs_memory, source
-        self.is_answered = failure.reached
+        self.provider_answered = failure.reached
         permits.release_probe(permit)
         if not failure.broke or permits.is_new_event(permit, now):
             self._record_failure(permit, failure, now)
@@ -230,7 +231,7 @@ class Breaker:
         open_seconds = rule.open
         if failure.retry_after is not None:
             open_seconds = failure.retry_after if opens else max(failure.retry_after, rule.open)
-        takes_back = permit.on_trial and ramp is not None and not ramp.wins
+        undoes_recovery = permit.can_undo_recovery and ramp is not None and not ramp.successes
         if ramp is not None:
             ramp.failed(now)
         self._window.add(rule, now, failed=True)
@@ -238,7 +239,7 @@ class Breaker:
             return
         if opens:
             self._open_reason = "the provider rejected further requests"
-        elif takes_back:
+        elif undoes_recovery:
             self._open_reason = "the answer of its probe was cut"
         elif self._window.exceeds(rule):
             succeeded, failed = self._window.counts
@@ -279,7 +280,7 @@ class Breaker:
                 self._machine.close()
             return
         self.last_failure, self.needs_memory, self.source = reason, needs_memory, FLEET
-        self.is_answered = True
+        self.provider_answered = True  # otherwise it would not have been shared
         if self.state is OPEN:
             self.storage.open_until = open_until
         else:
@@ -305,7 +306,7 @@ class Breaker:
 
     @property
     def is_removable(self) -> bool:
-        """Whether it is a pair's breaker without running attempts; the configuration limits those of providers."""
+        """Whether it is a pair's breaker without running attempts; providers have only as many as are configured."""
         return bool(self.model) and not self.outstanding
 
     @property

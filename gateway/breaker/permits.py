@@ -51,14 +51,15 @@ class Rule:
 class Permit(NamedTuple):
     """The right to make one attempt until `expires` (monotonic seconds).
 
-    `on_trial`: for the rest of a probe's attempt after its first content was recorded as the recovery.
+    `can_undo_recovery`: a failure opens the breaker again, if no other attempt has succeeded since the recovery. So it
+    is for the rest of a probe's attempt, whose first content was recorded as the recovery.
     """
 
     epoch: int
     number: int
     is_probe: bool
     expires: float
-    on_trial: bool = False
+    can_undo_recovery: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ class Permits:
             self.probe = permit
         return permit
 
-    def renew(self, permit: Permit, *, on_trial: bool) -> Permit:
+    def renew(self, permit: Permit, *, can_undo_recovery: bool) -> Permit:
         """A permit of the present epoch for the rest of a probe's attempt, after its success was recorded.
 
-        It is not the permit of a probe. `on_trial`: a failure before any other attempt succeeds undoes the recovery.
+        It is not the permit of a probe.
         """
         self._issued += 1
-        return Permit(self.epoch, self._issued, False, permit.expires, on_trial)
+        return Permit(self.epoch, self._issued, False, permit.expires, can_undo_recovery)
 
     def is_probing(self, now: float) -> bool:
         """Whether a probe is running: a user's attempt, or a probe of the gateway."""
@@ -195,21 +196,21 @@ class Ramp:
 
     def __init__(self, now: float) -> None:
         self._recovered = self._began = now
-        self.wins = 0
+        self.successes = 0
         """Successes since the ramp last began."""
 
     def succeeded(self) -> None:
         """Record a success."""
-        self.wins += 1
+        self.successes += 1
 
     def failed(self, now: float) -> None:
         """Record a failure."""
-        self._began, self.wins = now, 0
+        self._began, self.successes = now, 0
 
     def width(self, now: float) -> int | None:
         """The number of concurrent attempts at `now`; None when there is no limit and the ramp is over."""
         doublings = int((now - self._began) / RAMP_STEP_SECONDS)
         if now - self._recovered >= RAMP_SECONDS or doublings >= RAMP_FULL.bit_length():
             return None
-        wide = (RAMP_FIRST << max(0, doublings)) + self.wins
+        wide = (RAMP_FIRST << max(0, doublings)) + self.successes
         return None if wide >= RAMP_FULL else wide

@@ -108,7 +108,7 @@ class BreakerSync:
         if all(end is not None and end <= self._state.server_time() for end in ends):
             return  # the others know that its period is over
         breaker = self._breakers.by_model(key[0]).get(key[1])
-        if open_until is not None and is_local(key[0]) and (breaker is None or not breaker.is_answered):
+        if open_until is not None and is_local(key[0]) and (breaker is None or not breaker.provider_answered):
             return  # other gateways may reach the inference service: each has its own probes and events of it
         self._known[key] = entry
         reason = "" if breaker is None else (breaker.last_failure or "")[:REASON_CHARACTERS]

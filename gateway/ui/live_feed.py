@@ -192,7 +192,7 @@ class LiveFeed:
             try:
                 self._update(slow=tick % SLOW_TICKS == 0)
             except Exception:
-                log.exception("the live state could not be updated")
+                log.exception("internal error: the dashboard could not be updated")
 
     def _update(self, *, slow: bool) -> None:
         """Publishes what has changed since the last call."""

@@ -1,4 +1,4 @@
-"""The records of the page, made from the gateway's and the inference service's own, and their differences."""
+"""The records that the page shows, made from those of the gateway and the inference service, and which have changed."""
 
 from __future__ import annotations
 

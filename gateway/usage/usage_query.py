@@ -42,7 +42,7 @@ def usage_query(by: str, since: str, until: str, now: float) -> UsageQuery:
         raise ValueError(f"{by!r} names a group twice")
     query = UsageQuery(groups, _time(since, now, 0.0), _time(until, now, math.inf))
     if query.since >= query.until:
-        raise ValueError("the time since is not before the time until")
+        raise ValueError("`since` must be before `until`")
     return query
 
 

@@ -52,7 +52,7 @@ def fleet(tmp_path: Path, fake: FakeInference, server: RedisServer) -> Fleet:
 async def test_breaker_that_opens_at_one_gateway_is_open_at_the_other(fleet: Fleet) -> None:
     async with fleet.two(f"{CONFIG}\nbreaker: {{failures: 1, open: 30s}}\n") as (one, two):
         breaker = one.runtime.breakers.breaker("local", "demo")
-        breaker.is_answered = True
+        breaker.provider_answered = True
         breaker._machine.open(one.runtime.breakers.clock() + 30)
         async with asyncio.timeout(2):
             while (await two.breaker("local/demo"))["state"] != "open":

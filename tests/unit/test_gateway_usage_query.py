@@ -35,7 +35,7 @@ def test_groups_and_times_are_read(by: str, since: str, until: str, query: Usage
         ("", "-5", "", "'-5' is no time"),
         ("", "never", "", "'never' is no time"),
         ("", "nan", "", "'nan' is no time"),
-        ("", "2026-11-02", "2026-11-01", "not before"),
+        ("", "2026-11-02", "2026-11-01", "must be before"),
     ],
 )
 def test_invalid_queries_say_what_is_accepted(by: str, since: str, until: str, message: str) -> None:

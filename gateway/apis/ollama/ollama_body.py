@@ -27,7 +27,7 @@ IGNORED_OPTIONS = (
     # settings of the loaded model, which models.yaml has
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_thread",
     "numa", "use_mlock", "use_mmap", "vocab_only",
-    # prompts are not shortened; penalties read every token of the answer; Ollama ignores the last one as well
+    # prompts are not shortened; penalties read every token of the answer; Ollama ignores tfs_z as well
     "num_keep", "penalize_newline", "repeat_last_n", "tfs_z",
 )  # fmt: skip
 """Options that clients send and that have no effect; their values are not checked."""

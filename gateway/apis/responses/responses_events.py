@@ -199,7 +199,7 @@ class Answer:
         return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
 
     def fail(self, code: str, message: str) -> list[ResponsesEvent]:
-        """The last event of an interrupted answer; open items stay incomplete."""
+        """The last event of an interrupted answer; open items become incomplete."""
         for item in self._items:
             item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
         error = {"code": _error_code(code), "message": message}
