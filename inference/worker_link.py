@@ -130,7 +130,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Read the file at `path` into memory. A later grant loads from there."""
+    """Read the file at `path` into memory and keep it there. A later grant loads from it."""
 
     tag: ClassVar[str] = "hold"
     path: str

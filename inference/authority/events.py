@@ -212,13 +212,13 @@ class ContextFreed:
 class CheckpointEnded:
     """The driver suspended or resumed a worker, or failed.
 
-    `of_state`: the cause of the failure is the current state of the device.
+    `by_device_state`: the cause of the failure is the current state of the device.
     """
 
     worker: str
     operation: Literal["suspend", "resume"]
     problem: str | None = None
-    of_state: bool = False
+    by_device_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def _changes_kv(before: State, draft: Draft) -> bool:
 
 
 def _settle(draft: Draft) -> None:
-    """Runs all handlers until nothing changes."""
+    """Runs all handlers until nothing changes, or until current readings are needed."""
     for _ in range(MAX_ROUNDS):
         _follow(draft)
         if not draft.state.unplanned:

@@ -28,11 +28,12 @@ SPARE_SECONDS = 10.0
 class SuspensionFailure:
     """Why a process could not be suspended or resumed. Its state is then unknown.
 
-    `of_state`: the cause is the current state of the device, such as too little memory. A later attempt may succeed.
+    `by_device_state`: the cause is the current state of the device, such as too little memory. A later attempt may
+    succeed.
     """
 
     why: str
-    of_state: bool = False
+    by_device_state: bool = False
 
 
 class Suspender(Protocol):
@@ -80,7 +81,7 @@ class SimulatorSuspender:
         try:
             await send_command(self._socket_path, operation, device, seconds=seconds, pid=pid)
         except SimulatorError as error:
-            return SuspensionFailure(str(error), error.of_state)
+            return SuspensionFailure(str(error), error.by_device_state)
         return None
 
 

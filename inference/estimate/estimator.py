@@ -115,7 +115,7 @@ class Estimator:
                 return found
             log.info("%s changed while %s was measured; measuring again", changed(files, spec.files), spec.id)
         raise ModelFailed(
-            f"the model {spec.id!r} cannot be measured: {spec.path} keeps changing; try again when it is written"
+            f"the model {spec.id!r} cannot be measured: {spec.path} keeps changing; try again when the file is complete"
         )
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:

@@ -51,7 +51,7 @@ class HangWatch:
         self._timeouts = timeouts
         self._began = self._last_message = now
         self._task_began: float | None = now
-        """Start of the current task (loading or holding a file), None without one."""
+        """Start of the current task (`Grant` or `Hold`), None without one."""
         self._next_tick = now + TICK_SECONDS
         self._pauses: deque[Pause] = deque(maxlen=_MAX_PAUSES)
 

@@ -65,7 +65,9 @@ def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path =
         if left:
             stay.append(family)
             log.error(
-                "cannot end orphaned processes of a killed service, their memory counts as foreign: %s", _named(left)
+                "cannot end orphaned processes of a killed service (%s): their memory counts as foreign until they "
+                "end; end them or restart the machine",
+                _named(left),
             )
     if ended:
         log.warning("ended orphaned processes of a killed service: %s", ", ".join(f"pid {pid}" for pid in ended))

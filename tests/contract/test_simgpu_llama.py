@@ -184,7 +184,7 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
                 SimulatorError, match=f"needs {used} bytes of gpu-0, which has too little free memory"
             ) as refused:
                 devices.tell("resume", pid=pid)
-            assert refused.value.of_state
+            assert refused.value.by_device_state
             devices.tell("heal")
             assert devices.tell("resume", pid=pid)["used_bytes"] == used
             assert json.load(connection.getresponse())["choices"] == first

@@ -112,11 +112,11 @@ async def test_bytes_sent_during_a_stall_pass_after_it() -> None:
     async with relayed(first) as (ends, _running):
         loop = asyncio.get_running_loop()
         assert await receive(ends.server, len(first)) == first
-        ends.pace.passing.clear()
+        ends.pace.running.clear()
         await loop.sock_sendall(ends.client, second)
         with pytest.raises(BlockingIOError):
             ends.server.recv(1)
-        ends.pace.passing.set()
+        ends.pace.running.set()
         assert await receive(ends.server, len(second)) == second
 
 
@@ -124,7 +124,7 @@ async def test_client_that_disconnects_during_a_stall_ends_the_connection() -> N
     first = request(Command.BUFFER_CLEAR, bytes(9))
     async with relayed(first) as (ends, running):
         assert await receive(ends.server, len(first)) == first
-        ends.pace.passing.clear()
+        ends.pace.running.clear()
         await asyncio.get_running_loop().sock_sendall(ends.client, first)
         ends.client.close()
         with pytest.raises(ConnectionError, match="stalled"):

@@ -216,7 +216,7 @@ async def test_file_that_changes_during_a_measurement_is_measured_again(
 async def test_file_that_keeps_changing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, spec = _helper(tmp_path, monkeypatch, changes=99)
     own = Estimator(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}), seconds=5)
-    with pytest.raises(ModelFailed, match="keeps changing; try again when it is written"):
+    with pytest.raises(ModelFailed, match="keeps changing; try again when the file is complete"):
         await own.get(spec, *CpuProbe().readings())
     assert len(found) == 3
 

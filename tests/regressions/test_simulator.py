@@ -74,7 +74,7 @@ async def test_device_lost_during_a_transfer_does_not_disable_checkpoints(fault:
             subject.kill()
             subject.communicate()
         assert failure is not None
-        assert failure.of_state, failure.why
+        assert failure.by_device_state, failure.why
 
 
 async def test_missing_simulator_does_not_disable_checkpoints() -> None:
@@ -82,7 +82,7 @@ async def test_missing_simulator_does_not_disable_checkpoints() -> None:
         suspender = SimulatorSuspender(devices.socket_path.with_name("missing"))
         failure = await suspender.run("suspend", "gpu-0", os.getpid(), SECONDS)
     assert failure is not None
-    assert failure.of_state, failure.why
+    assert failure.by_device_state, failure.why
 
 
 async def test_command_to_an_ended_server_raises_server_ended() -> None:

@@ -283,16 +283,16 @@ def test_growth_before_a_suspension_is_foreign_on_the_host_and_booked_on_the_dev
     assert world.state.ledger.balance("cpu").foreign_bytes == 0
 
 
-@pytest.mark.parametrize("of_state", [True, False])
+@pytest.mark.parametrize("by_device_state", [True, False])
 @pytest.mark.parametrize("operation", ["suspend", "resume"])
 def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused_it(
-    operation: str, of_state: bool
+    operation: str, by_device_state: bool
 ) -> None:
     world = suspending()
     first = process(world)
     if operation == "resume":
         offload(world)
-    world.faults.suspension = "state" if of_state else "driver"
+    world.faults.suspension = "state" if by_device_state else "driver"
     if operation == "suspend":
         offload(world)
         assert world.model("a").state is S.COLD
@@ -306,7 +306,7 @@ def test_failed_suspension_is_tried_again_only_if_the_state_of_the_device_caused
     for lease in list(world.leases):
         world.finish(lease)
     offload(world)
-    assert kept(world)[0]["mechanism"] == ("checkpoint" if of_state else "resident")
+    assert kept(world)[0]["mechanism"] == ("checkpoint" if by_device_state else "resident")
 
 
 @pytest.mark.parametrize("moment", ["offloading", "warm", "restoring"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headgate.shared.units import MIB
-from inference.authority.handlers.queries.plan_inputs import excess
+from inference.authority.handlers.queries.plan_inputs import deviation
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
 from inference.worker.backend import Decode
@@ -218,4 +218,4 @@ def test_draft_model_is_part_of_the_need_and_of_the_expected_buffers() -> None:
     assert estimate.to_json()["devices"]["gpu-0"]["draft_bytes"] == 50 * MIB
     for count, is_right in ((150, True), (190, False), (60, False)):
         ready = Ready(1.0, (Buffer("gpu-0", "weights", count * MIB),), 16, ())
-        assert (excess(estimate, ready) is None) == is_right
+        assert (deviation(estimate, ready) is None) == is_right

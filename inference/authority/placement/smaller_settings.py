@@ -1,9 +1,9 @@
 """Smaller settings for a model that lacks memory.
 
 `nearest_fix` computes a suggestion for an operator, `nearest_fit` the settings with which a model is loaded instead of
-the configured ones (`fit`, `experts: auto`). `next_step` has the steps of `oom_policy`: clean up,
-smaller batch, smaller context. They are taken once. Then the model keeps the smaller sizes that helped, or its requests
-fail, until the rest period is over.
+the configured ones (`fit`, `experts: auto`). `next_step` has the steps of `oom_policy`: clean up, smaller batch,
+smaller context, the CPU. They are taken once. Then the model keeps the smaller sizes that helped, or its requests fail,
+until the rest period is over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fits(Protocol):
 def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
     """The smallest reduction with which the model `would_fit`; empty if there is none.
 
-    In this order: fewer parallel sequences (or a smaller pool for them), a smaller KV type, a shorter context, experts
+    In this order: fewer parallel sequences (or fewer shared KV cells), a smaller KV type, a shorter context, experts
     in host memory, fewer layers on the accelerator, and the last two with the minimum of the others.
     """
     now = layers.parameters
@@ -47,11 +47,11 @@ def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
         return would_fit(layers.changed(**settings))
 
     def shorter(context_length: int) -> dict[str, Any]:
-        pool = {} if now.kv_cells is None else {"kv_cells": context_length}
-        return {**alone, "context_length": context_length, **pool}
+        shared = {} if now.kv_cells is None else {"kv_cells": context_length}
+        return {**alone, "context_length": context_length, **shared}
 
     alone: dict[str, Any] = {}
-    """The settings with which one sequence of full length fits, and no more."""
+    """The changes that leave room for exactly one sequence of full length."""
     if now.kv_cells is not None:
         steps = _most(lambda count: fits(kv_cells=count * CONTEXT_STEP), (now.kv_cells - 1) // CONTEXT_STEP)
         if steps * CONTEXT_STEP >= now.context_length:
@@ -113,11 +113,11 @@ def nearest_fit(layers: Layers, fit: Fit, would_fit: Fits) -> Mapping[str, Any]:
     least = min(fit.min_context, now.context_length)
 
     def shorter(context_length: int) -> dict[str, Any]:
-        """The pool shrinks with the context."""
+        """The number of shared KV cells shrinks with the context."""
         if context_length == now.context_length:
             return {}
-        pool = {} if now.kv_cells is None else {"kv_cells": now.kv_cells * context_length // now.context_length}
-        return {"context_length": context_length, **pool}
+        shared = {} if now.kv_cells is None else {"kv_cells": now.kv_cells * context_length // now.context_length}
+        return {"context_length": context_length, **shared}
 
     others: dict[str, Any] = {}
     if FitStep.CONTEXT in fit.steps:

@@ -25,7 +25,7 @@ class BackgroundTasks:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a background task of the authority failed", exc_info=error)
+            log.error("internal error: a background task of the inference service failed", exc_info=error)
 
     async def end(self) -> None:
         """Cancels the tasks and returns when all are done."""

@@ -119,19 +119,19 @@ class WorkerRunner:
 
     async def _run_checkpoint(self, effect: effects.Checkpoint, process: WorkerProcess | None) -> None:
         operation = effect.operation
-        why, of_state = None, False
+        why, by_device_state = None, False
         try:
             failure = await self._inventory.suspenders[effect.kind].run(
                 operation, effect.device, effect.pid, effect.seconds
             )
             if failure is not None:
-                why, of_state = failure.why, failure.of_state
+                why, by_device_state = failure.why, failure.by_device_state
         except Exception as error:
             log.exception("internal error in %s of pid %d", operation, effect.pid)
             why = f"internal error ({type(error).__name__})"
         if process is not None and operation == "resume" and why is None:
             process.resumed()
-        self._dispatch(events.CheckpointEnded(effect.worker, operation, why, of_state))
+        self._dispatch(events.CheckpointEnded(effect.worker, operation, why, by_device_state))
 
     def _measure_workers(self, effect: effects.MeasureWorkers) -> None:
         arenas = self._supervisor.arenas

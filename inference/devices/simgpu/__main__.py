@@ -1,8 +1,8 @@
 """The process of the GPU simulator: `python -m inference.devices.simgpu SOCKET SIZE...`.
 
 SIZE is bytes. The first line on stdout is the status, after all devices listen. Commands are JSON lines over the
-private Unix socket; each is answered with the status of all devices, or `{"error": message, "of_state": bool}`. The
-process ends with its parent, or when stdin ends; SIGINT is ignored, because the parent handles it.
+private Unix socket; each is answered with the status of all devices, or `{"error": message, "by_device_state": bool}`.
+The process ends with its parent, or when stdin ends; SIGINT is ignored, because the parent handles it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Machine:
                 if order.device in (None, device.id):
                     await device.run_command(order)
         except ValueError as error:  # includes JSONDecodeError
-            return {"error": str(error), "of_state": isinstance(error, StateError)}
+            return {"error": str(error), "by_device_state": isinstance(error, StateError)}
         if order.do != "status":
             log.info("%s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
         return self.status()

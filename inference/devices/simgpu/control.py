@@ -20,12 +20,12 @@ MAX_ANSWER_BYTES = 2**20
 class SimulatorError(HeadgateError):
     """The simulator does not answer, or refuses a command.
 
-    `of_state`: the reason is the state of the device, such as too little memory, or the simulator has ended.
+    `by_device_state`: the reason is the state of the device, such as too little memory, or the simulator has ended.
     """
 
-    def __init__(self, message: str, *, of_state: bool = False) -> None:
+    def __init__(self, message: str, *, by_device_state: bool = False) -> None:
         super().__init__(message)
-        self.of_state = of_state
+        self.by_device_state = by_device_state
 
 
 async def send_command(
@@ -44,9 +44,11 @@ async def send_command(
     except TimeoutError:
         raise SimulatorError(f"the simulator did not answer within {seconds:g} s") from None
     except (ConnectionRefusedError, FileNotFoundError):
-        raise SimulatorError("the simulator has ended", of_state=True) from None
+        raise SimulatorError("the simulator has ended", by_device_state=True) from None
     except (OSError, ValueError) as error:
-        raise SimulatorError(f"the simulator did not answer ({error})", of_state=isinstance(error, OSError)) from None
+        raise SimulatorError(
+            f"the simulator did not answer ({error})", by_device_state=isinstance(error, OSError)
+        ) from None
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -60,13 +62,13 @@ def _line(do: str, device: str | None, amount: Mapping[str, float]) -> bytes:
 def _statuses(line: bytes) -> dict[str, dict[str, Any]]:
     """The status of the devices by id in an answer. Raises SimulatorError for a refusal and for an incomplete line."""
     if not line.endswith(b"\n"):
-        raise SimulatorError("the simulator has ended", of_state=True)
+        raise SimulatorError("the simulator has ended", by_device_state=True)
     try:
         answer = json.loads(line)
     except ValueError as error:
         raise SimulatorError(f"the simulator did not answer ({error})") from None
     if "error" in answer:
-        raise SimulatorError(answer["error"], of_state=answer.get("of_state", False))
+        raise SimulatorError(answer["error"], by_device_state=answer.get("by_device_state", False))
     return {device["id"]: device for device in answer["devices"]}
 
 

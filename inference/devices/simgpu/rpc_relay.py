@@ -21,14 +21,15 @@ _JOINED_BYTES = 2**16
 
 
 class Pace:
-    """How fast a device works: not while it is stalled, with a delay per request, and a least time per computation.
+    """How fast a device works: not at all while it is stalled, with a delay per request, and a least time per
+    computation.
 
     The computations of all connections follow each other. The least time passes without use of the CPU.
     """
 
     def __init__(self) -> None:
-        self.passing = asyncio.Event()
-        self.passing.set()
+        self.running = asyncio.Event()
+        self.running.set()
         self.delay_seconds = 0.0
         self.compute_seconds = 0.0
         self.requests = 0
@@ -102,7 +103,7 @@ class Relay:
 
     async def _relay_direction(self, source: socket.socket, step: Callable[[Piece], Flow]) -> None:
         """Relays one direction until its source ends."""
-        gates = (self._pace.passing, self._open) if source is self._client else (self._pace.passing,)
+        gates = (self._pace.running, self._open) if source is self._client else (self._pace.running,)
         buffer = memoryview(bytearray(BUFFER_BYTES))
         while count := await self._loop.sock_recv_into(source, buffer):
             data: Piece = buffer[:count]

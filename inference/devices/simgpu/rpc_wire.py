@@ -109,12 +109,15 @@ def reply(payload: bytes) -> bytes:
 
 
 Piece = bytes | memoryview
-"""Bytes to send; a view refers to the input of the step and is valid as long as the input."""
+"""Bytes to send; a view refers to the input of `from_client` or `from_server` and is valid as long
+as the input."""
 
 
 @dataclass(slots=True)
 class Flow:
-    """The bytes to send after a step, and the requests that began in it, some of which compute."""
+    """The bytes to send after a call of `from_client` or `from_server`, and the requests that began in it,
+    some of which compute.
+    """
 
     to_server: list[Piece] = field(default_factory=list)
     to_client: list[Piece] = field(default_factory=list)

@@ -117,7 +117,7 @@ class Device:
             "context_bytes": memory.context_bytes,
             "outside_bytes": memory.outside_bytes,
             "processes": self._processes(),
-            "stalled": not self._pace.passing.is_set(),
+            "stalled": not self._pace.running.is_set(),
             "slow_seconds": self._pace.delay_seconds,
             "pace_seconds": self._pace.compute_seconds,
             "refusing": memory.failures_left > 0 or memory.successes_left is not None,
@@ -141,9 +141,9 @@ class Device:
             case "return":
                 await self.open()
             case "stall":
-                self._pace.passing.clear()
+                self._pace.running.clear()
             case "unstall":
-                self._pace.passing.set()
+                self._pace.running.set()
             case "slow":
                 self._pace.delay_seconds = amount
             case "pace":
@@ -176,7 +176,7 @@ class Device:
                 healed = replace(healed, pool_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
                 self._pace.delay_seconds = self._pace.compute_seconds = 0.0
-                self._pace.passing.set()
+                self._pace.running.set()
                 await self.open()
 
     def _processes(self) -> dict[int, int]:

@@ -70,7 +70,7 @@ def describe(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int
     parts = _parts(node, base, find, take)
     counts = Counter(name for part in parts for name in _properties(part))
     values = [part for part in parts if _has_values(part)]
-    if len(values) > 1 and any(_has_values(part, but_properties=True) for part in parts):
+    if len(values) > 1 and any(_has_values(part, except_properties=True) for part in parts):
         open_values = None
     else:
         open_values = frozenset(name for name, count in counts.items() if count > 1)
@@ -101,10 +101,10 @@ def _parts(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int],
     return list(found.values())
 
 
-def _has_values(part: Mapping[str, Any], *, but_properties: bool = False) -> bool:
+def _has_values(part: Mapping[str, Any], *, except_properties: bool = False) -> bool:
     if any(not isinstance(part[key], bool) for key in _VALUES & part.keys()):
         return True
-    return bool(_properties(part)) and not but_properties
+    return bool(_properties(part)) and not except_properties
 
 
 def _lists_objects(part: Mapping[str, Any]) -> bool:

@@ -97,7 +97,7 @@ class FormQueue:
             return await self._found(form, param, self._seconds if guaranteed else self._help_seconds, deadline, gone)
         except WorkerError as error:
             if not guaranteed:
-                log.info("answers are generated without a constraint: %s", error.message)
+                log.info("an answer is generated without its optional constraint: %s", error.message)
                 return None
             if isinstance(error, BadRequestError):
                 # Another tier may support it.

@@ -54,7 +54,7 @@ def check_merges(lowered: Mapping[str, Any], names: Mapping[str, str]) -> None:
         if hops > MAX_HOPS:
             raise SchemaError(names[name], f"a chain of more than {MAX_HOPS} references")
         if size > MAX_MERGED:
-            raise SchemaError(names[name], f"more than {MAX_MERGED} references refer to one place")
+            raise SchemaError(names[name], f"more than {MAX_MERGED} references are merged into one schema; use fewer")
         sizes[name] = hops, size
 
 

@@ -145,7 +145,7 @@ class _Ecma:
                 else:
                     parts.append(self._escape(in_class=True))
             elif char == "-" and text.startswith("--", self._at):
-                raise PatternError("has -- inside brackets, which is ambiguous")
+                raise PatternError("has -- inside brackets, which is ambiguous; write \\-")
             else:
                 escape = char in "[&~^" or (char == "-" and (not parts or text.startswith("-]", self._at)))
                 parts.append("\\" + char if escape else char)

@@ -18,10 +18,10 @@ from inference.worker_link import KvCounts
 log = logging.getLogger("headgate.worker.kv")
 
 FETCHED_SECONDS = 30.0
-"""A fetched sequence stays in host memory at least for this long, unless it was loaded."""
+"""A sequence read from disk is among the last to be evicted for this long, until it is loaded into a slot."""
 TRANSIT_BYTES = 2**28
-"""Host memory beyond the limit for sequences that are being written to disk or were read from it; for one of them it
-may be more."""
+"""Host memory beyond the limit for sequences that are being written to disk or were read from it; a single sequence
+may be larger than this."""
 SPARE_SHARE = 4
 """Memory for the next sequence is prepared if at least this number of them fits into the limit."""
 
@@ -31,7 +31,7 @@ class Stored:
     """Where a sequence is stored. `partial_at`: see `Head`. `file`: the name of its file.
 
     `fetched_at`: when it was fetched (monotonic), until it is loaded. `being_written`: the thread that writes files may
-    read the region. `released`: a region that is released after that.
+    read the region. `to_release`: a region to release when the write has ended.
     """
 
     sequence: StoredSequence
@@ -42,7 +42,7 @@ class Stored:
     fetched_at: float | None = None
     write_queued: bool = False
     being_written: bool = False
-    released: Region | None = None
+    to_release: Region | None = None
 
 
 class MemoryTier:
@@ -78,7 +78,10 @@ class MemoryTier:
         self._lock = threading.Lock()
 
     def close(self, *, unmaps: bool) -> None:
-        """Leaves the sequences in inherited memory to the next worker. `unmaps`: no other thread uses them."""
+        """Hands the sequences over to the next worker, which inherits their memory.
+
+        `unmaps`: no other thread uses them.
+        """
         for stored in self._inside:
             if unmaps and stored.region is not None:
                 self.arena.unmap(stored.region)
@@ -102,7 +105,7 @@ class MemoryTier:
         with self._lock:
             region, stored.region = stored.region, None
             if stored.being_written:
-                stored.released = stored.released or region
+                stored.to_release = stored.to_release or region
         if region is None:
             return
         del self._inside[stored]
@@ -112,7 +115,7 @@ class MemoryTier:
         self._counts.ram_bytes -= region.size
         self._counts.ram_tokens -= len(stored.sequence.tokens)
         self._in_transit.discard(stored)
-        if stored.released is not region:
+        if stored.to_release is not region:
             self.release(region)
 
     def begin_write(self, stored: Stored) -> Region | None:
@@ -125,16 +128,16 @@ class MemoryTier:
         """Ends what `begin_write` began."""
         with self._lock:
             stored.being_written = stored.write_queued = False
-            released, stored.released = stored.released, None
-        if released is not None:
-            self.release(released)
+            region, stored.to_release = stored.to_release, None
+        if region is not None:
+            self.release(region)
 
     # --- room ---------------------------------------------------------------------------------------------------------
     @property
     def used_bytes(self) -> int:
         """Memory of sequences, and what reads from disk will take, without sequences in transit."""
-        apart = sum([stored.region.size for stored in self._in_transit if stored.region is not None])
-        return self._counts.ram_bytes + self._reserved_bytes - apart
+        in_transit_bytes = sum([stored.region.size for stored in self._in_transit if stored.region is not None])
+        return self._counts.ram_bytes + self._reserved_bytes - in_transit_bytes
 
     def allocate(self, stored: Stored, *, may_pass: bool) -> Region | None:
         """A region for a new sequence; None without room. `may_pass`: see `_make_room`."""
@@ -164,7 +167,7 @@ class MemoryTier:
         return True
 
     def end_reserve(self, stored: Stored, *, is_read: bool) -> None:
-        """Ends what `reserve` began, before the sequence enters, if it could be read."""
+        """Ends what `reserve` began. If `is_read`, the sequence enters afterwards."""
         if stored not in self._in_transit:
             self._reserved_bytes -= rounded(stored.sizes.all_bytes)
         elif not is_read:
@@ -185,7 +188,8 @@ class MemoryTier:
         self._in_background(lambda: self.arena.trim(max(0, limit_bytes - self.arena.used_bytes)))
 
     def shrink(self, max_bytes: int | None = None, apart: Stored | None = None) -> None:
-        """Evicts sequences, but not `apart`, until the others take at most `max_bytes`, by default the limit.
+        """Evicts sequences, but not `apart`, until all that remain, `apart` included, take at most `max_bytes`, by
+        default the limit.
 
         Those that a request waits for leave last; before them those that are pinned; before them those that are
         not on disk yet. Those that are being written stay.

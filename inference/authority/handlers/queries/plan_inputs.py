@@ -166,8 +166,8 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
     )
 
 
-def excess(estimate: Estimate, ready: Ready) -> str | None:
-    """Why the allocations of a worker differ from the plan, or None.
+def deviation(estimate: Estimate, ready: Ready) -> str | None:
+    """How the allocations of a worker differ from the plan, or None.
 
     They may not exceed the plan on any device; less than half on an accelerator means that the rest is elsewhere.
     """

@@ -248,7 +248,7 @@ def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
     if worker is None or worker.suspended is None or worker.extra is None:
         return
     if event.problem is not None:
-        _end_unknown(draft, worker, "could not be suspended", event.problem, of_state=event.of_state)
+        _end_unknown(draft, worker, "could not be suspended", event.problem, by_device_state=event.by_device_state)
         return
     host = device_view.reading(draft.state, HOST, draft.now)
     assert host is not None
@@ -279,7 +279,7 @@ def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:
     if worker is None or worker.suspended is None:
         return None
     if event.problem is not None:
-        _end_unknown(draft, worker, "could not be resumed", event.problem, of_state=event.of_state)
+        _end_unknown(draft, worker, "could not be resumed", event.problem, by_device_state=event.by_device_state)
         return None
     draft.cancel(TimerKind.WARM_POOL, worker.id)
     return worker
@@ -292,11 +292,11 @@ def _under_way(draft: Draft, id: str, state: ModelState) -> WorkerRecord | None:
     return worker
 
 
-def _end_unknown(draft: Draft, worker: WorkerRecord, what: str, why: str, *, of_state: bool) -> None:
+def _end_unknown(draft: Draft, worker: WorkerRecord, what: str, why: str, *, by_device_state: bool) -> None:
     """Ends a process that could not be suspended or resumed, because its state is unknown; its model becomes cold."""
     then = ""
     devices = draft.state.devices
-    if not of_state:
+    if not by_device_state:
         suspension = {**devices.suspension, worker.device.kind: f"{worker.model} {what}: {why}"}
         draft.set_devices(suspension=suspension)
         suspender = devices.suspenders.get(worker.device.kind, "the driver")

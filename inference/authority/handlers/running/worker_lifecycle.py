@@ -21,7 +21,7 @@ from inference.authority.events import (
 )
 from inference.authority.handlers.measuring import estimates, read_rates
 from inference.authority.handlers.queries import device_view
-from inference.authority.handlers.queries.plan_inputs import excess, grant_for
+from inference.authority.handlers.queries.plan_inputs import deviation, grant_for
 from inference.authority.handlers.running import (
     device_incidents,
     endings,
@@ -187,7 +187,7 @@ def loaded(draft: Draft, event: Loaded) -> None:
         actual[buffer.device] = actual.get(buffer.device, 0) + buffer.bytes
     for name, growth in worker.device_growth.items():  # of a resumed process
         actual[name] = actual.get(name, 0) + growth.bytes
-    problem = excess(estimate, ready)
+    problem = deviation(estimate, ready)
     try:
         if problem is None:
             _commit(draft, model, worker, actual)

@@ -57,7 +57,9 @@ def _has_figures(state: State, reading: Reading) -> bool:
 
 
 def _decide(draft: Draft, reading: Reading) -> tuple[tuple[Change, ...], int]:
-    """The changes of models that a reading shows, and the bytes of smaller ones; updates the mark of the device."""
+    """The changes of models that a reading shows, and the bytes of growth too small to be booked; updates the mark
+    of the device.
+    """
     state, devices, device = draft.state, draft.state.devices, reading.id
     is_reading = devices.reads_begun > devices.reads_done
     now = _bookings(state.ledger.holdings, device)
