@@ -143,7 +143,8 @@ class CompileOptions:
 def compile_options(
     cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = ""
 ) -> tuple[CompileOptions, ...]:
-    """The ways to compile llama.cpp, the fastest first. Each later one omits instructions that may not work.
+    """The ways to compile llama.cpp, the fastest first. Each later one is more cautious: with safer flags, then
+    with fewer instructions.
 
     `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. When the user chooses the
     instruction sets, no others are tried. Raises ValueError for unbalanced quotes.
@@ -204,7 +205,9 @@ def _uses_amx(words: Sequence[str], cpu: Cpu) -> bool:
 
 
 def _with_flags(words: Sequence[str], cxx_flags: str) -> str:
-    """The arguments with KEEP_STORES added to their C++ flags, or else to CXXFLAGS, which CMake would ignore."""
+    """The arguments with KEEP_STORES added to their C++ flags, or else to CXXFLAGS, which CMake ignores beside
+    CMAKE_CXX_FLAGS.
+    """
     flags = cxx_flags
     kept = []
     for word in words:

@@ -94,7 +94,7 @@ def _progress(progress: Progress) -> str:
 
 
 def _note_other_tier(session: Session, answer: Answer) -> None:
-    """Writes a line to stderr when another model than the requested one answered."""
+    """Writes a line to stderr when the answer does not come from the tier `local`."""
     tier = answer.headers.get(H_TIER, Tier.LOCAL)
     if tier != Tier.LOCAL:
         reason = answer.headers.get(H_REASON)

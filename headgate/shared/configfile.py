@@ -1,9 +1,9 @@
 """Reads a YAML file into a pydantic model. Reports every mistake with file, line and advice.
 
 `${env:NAME}` inserts an environment variable. A value that is only an unset variable becomes a marker, so that the
-caller can decide what it means (`unset_name`; a provider without its key is absent). Error messages quote the file,
-but neither the values of variables nor the values of secret settings. A secret that is written as the value of
-another setting is quoted.
+caller can decide what it means (see `unset_name`; for example, a provider whose key is unset counts as not
+configured). Error messages quote the file, but neither the values of variables nor the values of secret settings. A
+secret that is written as the value of another setting is quoted.
 """
 
 from __future__ import annotations
