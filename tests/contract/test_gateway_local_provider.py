@@ -158,7 +158,9 @@ async def _receive(provider: LocalProvider, seconds: float) -> None:
             assert piece.startswith(b"event: snapshot\n")
 
 
-async def test_silent_cut_refused_or_missing_events_are_an_error(fake: FakeInference, provider: LocalProvider) -> None:
+async def test_event_stream_that_is_silent_cut_off_refused_or_missing_is_an_error(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
     with pytest.raises(UpstreamError) as caught:
         await _receive(provider, 0.05)
     assert caught.value.kind is UpstreamKind.TIMEOUT

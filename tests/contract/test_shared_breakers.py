@@ -228,7 +228,7 @@ async def test_lost_store_leaves_each_gateway_its_own_state(server: RedisServer,
         assert False in one.states
 
 
-async def test_change_during_an_outage_does_not_undo_a_later_one(
+async def test_change_during_an_outage_does_not_undo_a_later_change(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.shared_state.shared_state.FIRST_WAIT_SECONDS", 1.0)

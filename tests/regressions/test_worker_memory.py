@@ -94,7 +94,7 @@ def test_queued_answers_allocate_no_token_history(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_resumed_answers_allocate_no_token_history_before_their_turn() -> None:
+def test_waiting_samplers_allocate_no_token_history() -> None:
     sampling = Sampling(frequency_penalty=1.0)
     with engine_rig(tiny_gguf.generative(), context_length=64, threads=1) as rig:
         before = process_mib(os.getpid(), "VmRSS")

@@ -210,7 +210,7 @@ def test_nodes_of_dns_and_ray_are_those_of_the_gateway(
         assert "the gateway knows no node yet" in capsys.readouterr().err
 
 
-def test_breakers_have_the_column_and_the_choice_of_the_node(
+def test_breakers_verb_shows_a_node_column_and_accepts_the_node_option(
     fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = {"state": "closed", "failures": 0}

@@ -431,7 +431,9 @@ def test_overlap_of_a_continuation_is_computed(sent: str, text: str, final: bool
     ("sent", "text", "final", "size"),
     [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
 )
-def test_white_space_that_a_prefill_lost_is_not_repeated(sent: str, text: str, final: bool, size: int | None) -> None:
+def test_white_space_that_the_api_stripped_from_the_sent_answer_is_not_repeated(
+    sent: str, text: str, final: bool, size: int | None
+) -> None:
     assert stripped_white_space(sent, text, final) == size
 
 

@@ -36,7 +36,7 @@ def test_bars_of_paths_are_medians_of_paired_rounds() -> None:
     assert not any("killed" in name for name in found)
 
 
-def test_simulated_devices_have_no_bar_for_copies_in_memory() -> None:
+def test_simulated_devices_have_no_target_for_copies_in_memory() -> None:
     assert not any("over_copy" in bar.name for bar in kv.bars([paths("sim")], kv.Samples()))
 
 

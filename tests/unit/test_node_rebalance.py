@@ -65,7 +65,7 @@ def test_copies_on_nodes_that_do_not_answer_are_replaced() -> None:
     assert settled(table, {"m": 2}, unavailable={"a", "c"}).copies == ()
 
 
-def test_kept_models_are_spread() -> None:
+def test_nodes_with_the_fewest_kept_models_come_first() -> None:
     table = table_of({"a": COLD, "b": COLD, "c": COLD})
     for model in "xy":
         table.update_model("a", ModelStatus(model, READY))
