@@ -27,12 +27,17 @@ The default is three quarters of the last cache, 100 MB on some servers. The sta
 a few MiB, one per layer, which are not read again soon; through the caches that takes about 1.5 times as long.
 """
 
+_DEFAULTS = {"OPENBLAS_NUM_THREADS": "1"}
+"""By default the import of numpy starts a thread per core for linear algebra, which doubles its CPU time. Workers and
+helpers use numpy for small arrays only.
+"""
+
 
 def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a worker or helper: `environ` (default: of this process) without secrets, then `extra`.
 
     The child ends with this process (`headgate.shared.child_process`). llama.cpp prints no backtrace when it aborts.
-    Tunables of glibc in `environ` take precedence over ours.
+    Tunables of glibc and threads of OpenBLAS in `environ` take precedence over ours.
     """
     kept = {
         name: value
@@ -41,7 +46,7 @@ def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | Non
     }
     tunables = ":".join(filter(None, (_COPIES, kept.get(_TUNABLES))))  # the last value of a name counts
     own = {child_process.PARENT_ENV: str(os.getpid()), "GGML_NO_BACKTRACE": "1", _TUNABLES: tunables}
-    return kept | own | dict(extra)
+    return _DEFAULTS | kept | own | dict(extra)
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -193,6 +195,23 @@ def test_child_environment_has_no_secrets_and_keeps_other_variables() -> None:
     assert not set(SECRETS) & set(found)
     assert found.items() >= HARMLESS.items()
     assert found["X"] == "1"
+
+
+def test_numpy_starts_no_threads_unless_the_operator_wants_some() -> None:
+    """OpenBLAS starts its threads when numpy is imported."""
+    count = "import numpy, os; print(len(os.listdir('/proc/self/task')))"
+
+    def threads(environ: dict[str, str]) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", count], env=child_environment({}, environ), capture_output=True, check=True
+        )
+        return int(done.stdout)
+
+    if not Path("/proc/self/task").exists():
+        pytest.skip("lists the threads of a process in /proc, which Linux has")
+    assert threads({}) == 1
+    if (os.cpu_count() or 1) > 1:
+        assert threads({"OPENBLAS_NUM_THREADS": "2"}) == 2
 
 
 def test_tunables_of_the_operator_come_after_those_of_the_service() -> None:
