@@ -371,7 +371,7 @@ _HOSTED = (
 
 
 def decode_messages(given: Mapping[str, Any], *, counting: bool = False) -> CountedRequest:
-    """The request in parsed JSON; raises RequestError that names the parameter."""
+    """The request in parsed JSON; raises InvalidBodyError."""
     for name, reason in REFUSED.items():
         if given.get(name):
             refuse(name, f"`{name}` is not accepted: {reason}", Code.UNSUPPORTED_PARAMETER)

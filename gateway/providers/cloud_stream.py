@@ -53,7 +53,7 @@ def build_request(write: Callable[[], Request]) -> Request:
     except UpstreamError:
         raise
     except Exception as error:
-        log.exception("a request could not be translated for a provider")
+        log.exception("internal error: a request could not be translated for a provider")
         raise UpstreamError(
             UpstreamKind.STATUS,
             f"the request could not be translated for this provider ({type(error).__name__})",

@@ -1,6 +1,7 @@
 """Chooses the model that `local/smaller` stands for: the largest other local chat model that is ready or fits now.
 
-A model that is not known to fit, because it was never measured, comes after all others. The request then measures it.
+A model comes after all others if it was never measured, so that it is not known to fit, or if its capabilities are not
+known. The request then measures it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Option:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it needs, or one of its replicas; 0 while unknown."""
+        """The memory that it, or the largest of its replicas, needs; 0 while unknown."""
         if self.status.replicas:
             return max(item.predicted_bytes or item.actual_bytes or 0 for item in self.status.replicas)
         return self.status.predicted_bytes or self.status.actual_bytes or 0

@@ -79,7 +79,7 @@ class LiveFeed:
         self._models: dict[tuple[str, str], dict[str, Any]] = {}
         """The MODEL record of each model of each node."""
         self._shown: dict[tuple[str, str], Any] = {}
-        """What the pages have of the single records, by kind of event and name of the node."""
+        """What the pages have of records that exist once per gateway or node, by kind of event and name of the node."""
         self._breakers: dict[str, dict[str, Any]] = {}
         self._load = (0, 0)
         """Running and queued requests."""

@@ -76,7 +76,7 @@ def test_nodes_with_the_fewest_kept_models_come_first() -> None:
     assert settled(table, {"m": 1, "x": 2, "y": 1}).copies[0].nodes == ("b", "a")
 
 
-def test_a_model_whose_places_are_used_gets_a_copy_on_a_node_without_more_load() -> None:
+def test_a_model_whose_slots_are_used_gets_a_copy_on_a_node_without_more_load() -> None:
     (copy,) = settled(table_of({"a": READY, "b": COLD}, in_flight=3), {}).copies
     assert copy == Copy("m", "its 1 nodes have 3 requests for 4 slots", ("b",), False)
     assert settled(table_of({"a": READY, "b": COLD}, in_flight=2), {}).copies == ()

@@ -209,7 +209,7 @@ def _set_tools(chat: ChatRequest, body: ResponsesBody, tools: Mapping[str, Tool]
 
 
 def _known_functions(wanted: Sequence[FunctionChoice], known: Mapping[str, Tool], path: str) -> set[str]:
-    """The names in the chat of the functions `wanted`; raises RequestError for one that is not among `known`."""
+    """The names in the chat of the functions `wanted`; one that is not among `known` is refused."""
     names = [function_name(function.name, function.namespace) for function in wanted]
     for name in names:
         if name not in known:

@@ -180,7 +180,7 @@ class InferenceView:
             try:
                 await self.refresh()
             except Exception:
-                log.exception("the state of the inference service could not be refreshed")
+                log.exception("internal error: the state of the inference service could not be refreshed")
             self._wanted.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS if self._reachable else MISSING_POLL_SECONDS):
@@ -337,7 +337,7 @@ class Events:
         except ValueError as error:
             return f"invalid event: {error}"
         except Exception as error:
-            log.exception("events of the inference service could not be processed")
+            log.exception("internal error: events of the inference service could not be processed")
             return repr(error)
         return "the stream ended"
 

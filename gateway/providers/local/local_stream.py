@@ -183,7 +183,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         try:
             taken = self._sink(list(self._ready))
         except Exception:
-            log.exception("frames of the inference service could not be relayed")
+            log.exception("internal error: frames of the inference service could not be relayed")
             return False
         if taken:
             self._ready.clear()

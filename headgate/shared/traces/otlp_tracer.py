@@ -99,7 +99,7 @@ class _Exporter(OTLPSpanExporter):
             try:
                 converted += [self._converted(span) for span in request.spans if span.context.is_sampled]
             except Exception:
-                log.exception("a trace could not be exported")
+                log.exception("internal error: a trace could not be exported")
         return super().export(converted) if converted else SpanExportResult.SUCCESS
 
     def _converted(self, span: Span) -> ReadableSpan:
