@@ -144,7 +144,7 @@ class Relay:
                 ModelFailed("the worker of the model ended twice before it took the request", retry_after=1.0)
             )
         except OSError:
-            log.debug("the client of %s disconnected", out.request_id)
+            log.debug("request %s: the client disconnected", out.request_id)
         except Exception:
             outcome = str(Code.INTERNAL_ERROR)
             log.exception("request %s failed: internal error", out.request_id)

@@ -168,7 +168,7 @@ class Worker:
         except LoadError as error:
             self._give_up(error.cause, error.message)
         except Exception as error:
-            log.exception("the load failed")
+            log.exception("internal error: the load failed")
             self._give_up(ExitCause.STARTUP, f"the worker failed while loading ({type(error).__name__}: {error})")
         raise AssertionError("unreachable")
 
@@ -305,7 +305,7 @@ class Worker:
         order = await self._ending
         app.draining = True
         if order == "drain":
-            log.info("draining in_flight=%d", app.in_flight)
+            log.info("draining: %d requests are running", app.in_flight)
             self._draining = True
             self._ending = loop.create_future()  # a stop may still come
             drained = asyncio.create_task(app.drained())

@@ -134,7 +134,7 @@ class App:
         try:
             await self._answer(exchange)
         except GoneError:
-            log.info("client disconnected request_id=%s", exchange.request_id)
+            log.info("request %s: the client disconnected", exchange.request_id)
         finally:
             exchange.close()
             self._intake.done(exchange)
@@ -157,7 +157,7 @@ class App:
         except (GoneError, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("request failed request_id=%s", exchange.request_id)
+            log.exception("request %s failed: internal error", exchange.request_id)
             await exchange.fail(WorkerError(Code.INTERNAL_ERROR, "internal error of the model server"))
 
     # --- endpoints ---------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Compiler:
         began = time.monotonic()
         trie = _Trie(self._vocabulary)
         malloc_trim.trim()  # the trie has copied the pieces
-        log.info("vocabulary read tokens=%d seconds=%.2f", self._vocabulary.n_vocab, time.monotonic() - began)
+        log.info("vocabulary read: %d tokens in %.2f s", self._vocabulary.n_vocab, time.monotonic() - began)
         return trie
 
     def key(self, form: Form, param: str) -> bytes:

@@ -245,7 +245,7 @@ class Engine:
         try:
             self._drop(ticket)
         except BaseException:
-            log.exception("a request could not be removed")
+            log.exception("internal error: a request could not be removed")
             self._runner.give_up(reason.message)
 
     def _guarded_step(self) -> bool:
@@ -423,7 +423,7 @@ class Engine:
         ended = self._scheduler.failed()
         for job in ended:
             self._end(job, WorkerError(Code.MODEL_FAILED, message))
-        log.error("%s: failed requests=%d", message, len(ended))
+        log.error("%s: %d requests failed", message, len(ended))
         self._runner.failed(message)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -515,13 +515,13 @@ class Engine:
         try:
             running.generation.sampler.close()
         except BaseException:
-            log.exception("a sampler could not be freed")
+            log.exception("internal error: a sampler could not be freed")
 
     def _publish(self) -> None:
         try:
             self._note_progress()
         except BaseException as error:
-            log.exception("progress could not be reported")
+            log.exception("internal error: progress could not be reported")
             self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")
         self._deliver_outputs()
 

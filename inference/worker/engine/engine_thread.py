@@ -89,7 +89,7 @@ class EngineThread:
             try:
                 self._on_fatal(message)
             except BaseException:
-                log.exception("the fatal error of the engine could not be reported")
+                log.exception("internal error: the fatal error of the engine could not be reported")
 
     def _run(self) -> None:
         while self._stopping is None:
@@ -98,7 +98,7 @@ class EngineThread:
             try:
                 has_more = self._iterate()
             except BaseException as error:
-                log.exception("the engine thread failed")
+                log.exception("internal error: the engine thread failed")
                 self.give_up(f"the engine failed ({type(error).__name__}: {error})")
                 break
             if not has_more:

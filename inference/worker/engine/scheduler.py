@@ -359,7 +359,7 @@ class Scheduler:
             tokens = run.tokens[:] if run.tokens is run.job.prompt else run.tokens
             slot = self.slots.take(tokens, run.job.tenant, self._reusable(run))
             if slot is None:
-                return  # sequences move first, one per step
+                return  # sequences move first, in this step or in later ones
             self._waiting.remove(run)
             run.tokens, run.slot = tokens, slot  # copied not earlier, so that waiting choices share one prompt
             slot.priority, slot.hint = run.job.priority, run.job.kv
@@ -367,34 +367,6 @@ class Scheduler:
                 run.stops = checkpoint_stops(run.job, slot.computed, self.limits)
             insort(self._running, run, key=_order)
             self._move(run, "admit")
-
-    # --- a pool of cells ---------------------------------------------------------------------------------------------
-    def _has_cells(self, run: _Run) -> bool:
-        """Whether the pool has cells for another job and for some tokens of each answer, without retained prefixes."""
-        jobs = [*self._running, run]
-        return len(jobs) == 1 or sum(len(job.tokens) + self.limits.answer_cells for job in jobs) <= self.limits.cells
-
-    def _reclaim(self, budget: int) -> None:
-        """Frees cells for the next step: of retained prefixes, then of running jobs, which continue later."""
-        lefts = [self._left(run) for run in self._running]
-        oldest = next((left for left in lefts if left > 1), 0)
-        need = lefts.count(1) + min(budget, oldest)
-        while self.slots.used + need > self.limits.cells:
-            can_preempt = self.slots.cells[1] == 0 and len(self._running) > 1
-            if not self.slots.shed() and not (can_preempt and self._preempt()):
-                return
-
-    def _preempt(self) -> bool:
-        """Takes the slot of the running job with the fewest tokens; False if that has to wait.
-
-        The oldest job keeps its slot, so that jobs end.
-        """
-        run = min(self._running[1:], key=lambda run: (self._slot_of(run).computed, -run.key[0]))
-        slot = self._slot_of(run)
-        self._leave(run)
-        self._move(run, "preempt")
-        insort(self._waiting, run, key=_order)
-        return self.slots.shed(slot)
 
     def _seek(self, now: float) -> None:
         """Begins to read the sequences from disk that waiting jobs can continue from."""
@@ -498,9 +470,9 @@ class Scheduler:
             if run is oldest:
                 kept = 0
             slot = self._slot_of(run)
-            free = room - kept
-            piece = max(free, part) if run is oldest else free if free >= worth else 0
-            count = left if left <= free + stretch else piece
+            rest = room - kept
+            piece = max(rest, part) if run is oldest else rest if rest >= worth else 0
+            count = left if left <= rest + stretch else piece
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
             count = min(count, self.limits.batch - planned)  # an image may have taken what was kept for the oldest
@@ -532,6 +504,34 @@ class Scheduler:
         end = start + count
         every = run.job.score and run.scored <= start < len(run.job.prompt)
         return Row(run.job.id, slot.number, start, run.tokens[start:end], end == len(run.tokens), every)
+
+    # --- a pool of cells ---------------------------------------------------------------------------------------------
+    def _has_cells(self, run: _Run) -> bool:
+        """Whether another job and some tokens of each answer fit into the pool, when retained prefixes are dropped."""
+        jobs = [*self._running, run]
+        return len(jobs) == 1 or sum(len(job.tokens) + self.limits.answer_cells for job in jobs) <= self.limits.cells
+
+    def _reclaim(self, budget: int) -> None:
+        """Frees cells for the next step: of retained prefixes, then of running jobs, which continue later."""
+        lefts = [self._left(run) for run in self._running]
+        oldest = next((left for left in lefts if left > 1), 0)
+        need = lefts.count(1) + min(budget, oldest)
+        while self.slots.used + need > self.limits.cells:
+            can_preempt = self.slots.cells[1] == 0 and len(self._running) > 1
+            if not self.slots.shed() and not (can_preempt and self._preempt()):
+                return
+
+    def _preempt(self) -> bool:
+        """Takes the slot of the running job with the fewest tokens; False if that has to wait.
+
+        The oldest job keeps its slot, so that jobs end.
+        """
+        run = min(self._running[1:], key=lambda run: (self._slot_of(run).computed, -run.key[0]))
+        slot = self._slot_of(run)
+        self._leave(run)
+        self._move(run, "preempt")
+        insort(self._waiting, run, key=_order)
+        return self.slots.shed(slot)
 
     # --- ends of jobs ----------------------------------------------------------------------------------------------
     def _put_back(self, run: _Run) -> None:

@@ -35,7 +35,7 @@ class BackgroundJobs:
             try:
                 self._results.popleft()()
             except Exception:
-                log.exception("a result of the sequence store could not be applied")
+                log.exception("internal error: a result of the sequence store could not be applied")
 
     def close(self, seconds: float) -> bool:
         """Ends the thread behind the queued jobs; returns whether it ended within `seconds`."""
@@ -48,7 +48,7 @@ class BackgroundJobs:
             try:
                 result = job()
             except Exception:
-                log.exception("a background job of the sequence store failed")
+                log.exception("internal error: a background job of the sequence store failed")
                 continue
             if result is not None:
                 self._results.append(result)

@@ -131,7 +131,7 @@ class TieredStore:
         if (region := self._memory.allocate(stored, may_pass=may_pass)) is None:
             return False
         if not self._states.read(slot, region.array(sizes.state_at, state_bytes)):
-            log.warning("sequence not saved: llama.cpp did not return its state: tokens=%d", len(tokens))
+            log.warning("sequence of %d tokens not saved: llama.cpp did not return its state", len(tokens))
             self._memory.give_back(stored, region)
             return False
         for item, at in zip(kept, sizes.checkpoints_at, strict=True):
@@ -162,7 +162,7 @@ class TieredStore:
         self._memory.arena.prefault(region)
         state = region.array(sizes.state_at, sizes.state_bytes)
         if not self._states.write(slot, state, stored.partial_at, len(sequence.tokens)):
-            log.warning("stored sequence removed: llama.cpp rejects its state: tokens=%d", len(sequence.tokens))
+            log.warning("stored sequence of %d tokens removed: llama.cpp rejects its state", len(sequence.tokens))
             self._counts.invalid += 1
             self._remove(stored)
             return False
@@ -206,7 +206,7 @@ class TieredStore:
         for stored in self._fetches:
             if stored.sequence.fetching and self._is_overdue(stored):
                 log.warning(
-                    "a stored sequence is read too slowly, its prompt is computed instead: tokens=%d",
+                    "a stored sequence of %d tokens is read too slowly, its prompt is computed instead",
                     len(stored.sequence.tokens),
                 )
                 stored.sequence.fetching = False
@@ -311,7 +311,7 @@ class TieredStore:
         if foreign:
             self._counts.invalid += foreign
             why = "duplicates, or made with another file or other settings of the model"
-            log.info("stored sequences removed from host memory: count=%d: %s", foreign, why)
+            log.info("%d stored sequences removed from host memory: %s", foreign, why)
 
     def _find_on_disk(self) -> None:
         """Reads the heads of the files in the background, some at a time, so that fetches need not wait."""
@@ -472,7 +472,7 @@ class TieredStore:
         except (OSError, MemoryError, InvalidEntryError) as error:
             failure = error
         except Exception as error:
-            log.exception("a stored sequence could not be read")
+            log.exception("internal error: a stored sequence could not be read")
             failure = error
         seconds = time.perf_counter() - began
         return lambda: self._fetched(stored, region, head, failure, seconds)

@@ -26,7 +26,8 @@ class Projector:
     def __init__(self, path: str, model: Model, device: int | None, threads: int) -> None:
         """Loads the projector; mtmd encodes once as a test. `device` None means the CPU.
 
-        Raises LoadError(OOM_LOAD) if mtmd returns NULL; its log has the reason.
+        Raises LoadError: OOM_LOAD if mtmd returns NULL (its log has the reason), STARTUP if it cannot be used for
+        images of this model.
         """
         from llama_cpp import mtmd_cpp as mtmd
 
