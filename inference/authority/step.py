@@ -35,7 +35,7 @@ from inference.authority.state import Purpose, State, TimerKind
 from inference.protocol import ModelState
 
 MAX_ROUNDS = 50
-"""The most rounds of handlers in one step. The next step, which follows at once, does the remaining work."""
+"""The most rounds of handlers in one step. A timer starts the next step, which does the remaining work."""
 
 
 def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Effect, ...]]:

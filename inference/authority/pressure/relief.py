@@ -1,7 +1,7 @@
 """Relief of full devices: which models are evicted, and which are slowed down.
 
-Only idle and warm models are evicted. Below CRITICAL this happens only if a model waits for memory or foreign use grew
-since the last reservation. At EMERGENCY each regular check adds the next `Restriction`; when
+Only idle and warm models are evicted. Below CRITICAL this happens only if a model waits for memory, foreign use grew
+since the last reservation, or the rules are `eager`. At EMERGENCY each regular check adds the next `Restriction`; when
 the use is below HIGH or as planned, each regular check removes one.
 """
 

@@ -17,7 +17,7 @@ _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
 _COOLDOWN = "Time until a model is tried again after a failure, or with its configured settings after out-of-memory"
 OTHER_MODEL = "*"
-"""The label of requests for models that do not exist: names of clients are not labels."""
+"""The label of requests for models that do not exist: names that clients choose are not labels."""
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached", "shortfall")
 
 

@@ -78,7 +78,7 @@ class SimProbe(Probe):
         return self._readings
 
     async def refresh(self) -> None:
-        """Reads the simulator. Without an answer its devices are lost; a simulator that ended is started again."""
+        """Reads the simulator. Without an answer its devices are uncertain; a simulator that ended is started again."""
         process = self._process
         if self._is_opening:
             return
@@ -88,7 +88,9 @@ class SimProbe(Probe):
         try:
             status = await self.tell("status")
         except SimulatorError as error:
-            self._lose(str(error), Sign.UNCERTAIN if process is None or process.returncode is None else Sign.MISSING)
+            self._mark_all(
+                str(error), Sign.UNCERTAIN if process is None or process.returncode is None else Sign.MISSING
+            )
         else:
             self._readings = tuple(map(_reading, status.values()))
 
@@ -137,7 +139,7 @@ class SimProbe(Probe):
             async with asyncio.timeout(START_SECONDS):
                 status = json.loads(await process.stdout.readline())
             if self._process is not process:
-                raise OSError("the connection is closed")
+                raise OSError("the probe was closed meanwhile")
         except BaseException as error:
             await kill_and_reap(process)
             if isinstance(error, TimeoutError | OSError | ValueError):
@@ -152,7 +154,7 @@ class SimProbe(Probe):
     async def _reopen(self, status: int) -> None:
         """Starts the next simulator when it is due and the end of the last one was reported."""
         if not self._is_loss_reported or not self._reopening.is_due(time.monotonic()):
-            self._lose(f"the simulator has ended with status {status}", Sign.MISSING)
+            self._mark_all(f"the simulator has ended with status {status}", Sign.MISSING)
             self._is_loss_reported = True
             return
         self._is_opening = True
@@ -160,7 +162,7 @@ class SimProbe(Probe):
             await self._open()
         except HeadgateError as error:
             self._reopening = self._reopening.failed(time.monotonic())
-            self._lose(str(error), Sign.MISSING)
+            self._mark_all(str(error), Sign.MISSING)
         else:
             log.info("the simulator answers again; its devices are empty")
         finally:
@@ -172,15 +174,15 @@ class SimProbe(Probe):
         if now - self._opened_at > STEADY_SECONDS:
             self._reopening = Reopening()
         self._reopening = self._reopening.failed(now)
-        self._lose(f"the simulator has ended with status {process.returncode}", Sign.MISSING)
+        self._mark_all(f"the simulator has ended with status {process.returncode}", Sign.MISSING)
         if self._on_event is not None:
             self._on_event()
 
-    def _lose(self, why: str, sign: Sign) -> None:
+    def _mark_all(self, why: str, sign: Sign) -> None:
         if self._process is None:  # closed: a pending command has no answer, but no device is lost
             return
         if any(reading.sign is not sign for reading in self._readings):
-            log.error("all simulated devices are lost: %s", why)
+            log.error("all simulated devices are %s: %s", sign, why)
         self._readings = tuple(replace(reading, sign=sign, note=why) for reading in self._readings)
 
 

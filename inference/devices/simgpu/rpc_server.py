@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared import child_process
+from headgate.shared.units import format_bytes
 from inference.worker import ggml_backends
 
 LISTEN_SECONDS = 20.0
@@ -180,7 +181,7 @@ class Swap:
         try:
             memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise SwapError(f"the host does not have {total} bytes of free memory ({error})") from None
+            raise SwapError(f"the host does not have {format_bytes(total)} of free memory ({error})") from None
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):
                 ctypes.memmove(copy + offset, address, size)

@@ -67,7 +67,7 @@ def reconcile(draft: Draft) -> None:
         if draft.model(model.id).queue.waiters:
             all_decided = _advance(draft, model.id) and all_decided
     if all_decided:
-        _keep_unneeded(draft)
+        _end_needless_draining(draft)
 
 
 def _advance(draft: Draft, id: str) -> bool:
@@ -82,8 +82,8 @@ def _advance(draft: Draft, id: str) -> bool:
         return False
     if model.state is _S.FAILED:
         rest = model.retry_at - draft.now
-        is_tried = model.queue.waiters[0].alone
-        if rest > (ALONE_BACKOFF_SECONDS if is_tried else MAX_BACKOFF_SECONDS):
+        is_alone = model.queue.waiters[0].alone
+        if rest > (ALONE_BACKOFF_SECONDS if is_alone else MAX_BACKOFF_SECONDS):
             tickets.fail(draft, id, worker_lifecycle.failed_error(model, draft.now))
             return True
         if rest > 0:
@@ -307,8 +307,8 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     draft.wake_in(max(0.05, min(times, default=_CHECK_AGAIN_SECONDS)))
 
 
-def _keep_unneeded(draft: Draft) -> None:
-    """Keeps draining models when the requests that needed their memory have ended.
+def _end_needless_draining(draft: Draft) -> None:
+    """Ends the draining of models when the requests that needed their memory have ended: these models stay.
 
     A replica whose place another one has taken meanwhile leaves.
     """
