@@ -49,7 +49,7 @@ class OverLimitsError(RefusedError):
 
 
 class TemplateProcess:
-    """The child process that renders one model's templates. Thread-safe; it renders one prompt at a time.
+    """A child process that renders templates. Thread-safe; it renders one prompt at a time.
 
     A chat template is code from a model file. It can take seconds or gigabytes within one operation of Python, which
     only the end of a process stops.
@@ -91,6 +91,12 @@ class TemplateProcess:
             raise RefusedError(f"it cannot be rendered now ({type(error).__name__})") from None
         kind, text = orjson.loads(answer)
         return kind, text
+
+
+@functools.cache
+def shared_process() -> TemplateProcess:
+    """The one for all models of this process."""
+    return TemplateProcess()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +154,15 @@ class ChatTemplate:
         process: TemplateProcess | None = None,
     ) -> None:
         """`with_tools` is the file's other template, for requests with tools, where it has one. `process` renders; by
-        default it is that of `with_tools` or a new one.
+        default it is `shared_process`.
 
         Raises ValueError with a message when the template does not compile or is too long.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
         self.with_tools = self if with_tools is None else with_tools
-        if process is None:
-            process = TemplateProcess() if with_tools is None else with_tools.process
-        self.process: TemplateProcess = process
-        process.compile(source)
+        self._process = shared_process() if process is None else process
+        self._process.compile(source)
         self._over_limits = ""
         self._source = source
         self._control_texts = control_texts
@@ -256,7 +260,7 @@ class ChatTemplate:
         for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
             message = _in_parts(_user_message(_PROBE)) if wants.parts else _user_message(_PROBE)
             try:
-                if _PROBE in self.process.render(self._source, self._variables([message], {}, wants, generate=True)):
+                if _PROBE in self._process.render(self._source, self._variables([message], {}, wants, generate=True)):
                     return wants
             except OverLimitsError as error:
                 self._over_limits = str(error)
@@ -284,7 +288,7 @@ class ChatTemplate:
         try:
             if self._over_limits:
                 raise OverLimitsError(self._over_limits)
-            return self.process.render(self._source, variables)
+            return self._process.render(self._source, variables)
         except RefusedError as error:
             problem = str(error).replace(self._splitter.marker, "")[:MAX_PROBLEM_CHARS]
             raise BadRequestError(f"the model's chat template refused these messages: {problem}", "messages") from None
