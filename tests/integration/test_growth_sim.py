@@ -56,8 +56,9 @@ def test_growth_under_load_is_booked_to_its_model_and_the_idle_neighbor_stays(
         time.sleep(CHECKS_SECONDS)
         rig.tell("pools", "gpu-0", bytes=48 * MIB)
         assert chat(stack, "demo", 20)
-        found = wait_until("the growth is booked", lambda: growth(stack, "demo"))
+        booked = {"gpu-0": {"mb": pytest.approx(48, abs=0.5), "evidence": evidence}}
+        wait_until("the growth is booked", lambda: growth(stack, "demo") == booked)
         time.sleep(CHECKS_SECONDS)
-        assert growth(stack, "demo") == {"gpu-0": {"mb": pytest.approx(48, abs=0.5), "evidence": evidence}} == found
+        assert growth(stack, "demo") == booked
         assert device(stack)["foreign_mb"] == pytest.approx(250, abs=4)
         assert not stack.ask("/memory/evictions", direct=True)["evictions"], stack.inference.log
