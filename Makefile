@@ -39,10 +39,11 @@ serve: ready ## start gateway and inference on the configured models; installs o
 	@exec $(RUN) headgate up $(ARGS)
 
 test: machine ## lint, types, the whole test suite, and the coverage of the pure packages
-	@$(MAKE) --no-print-directory lint types
+	@$(MAKE) --no-print-directory lint
 	@mkdir -p $(dir $(PURE)) && $(RUN) tests.rigs.pure_modules >$(PURE)
-	@$(RUN) pytest $(SPREAD) $(MEASURE) \
-	    $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS)
+	@$(RUN) mypy >.types.log 2>&1 & types=$$!; \
+	    $(RUN) pytest $(SPREAD) $(MEASURE) $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS); tests=$$?; \
+	    wait $$types; types=$$?; cat .types.log; exit $$((tests + types))
 
 test-ray: machine ## the tests on real Ray clusters, also the long one; installs ray
 	@$(VENV)/bin/python -c 'import ray' 2>/dev/null || \

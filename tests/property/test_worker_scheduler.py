@@ -727,6 +727,7 @@ def test_prompts_differ_from_earlier_sequences_at_any_position(
     traffic.teardown()
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=200, deadline=None)
 @given(
     slots=st.integers(1, 4),

@@ -20,6 +20,8 @@ from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import MIB, StepWorld
 from tests.rigs.step_world import begin as begin_world
 
+pytestmark = pytest.mark.unmeasured
+
 S = ModelState
 GPU = "gpu-0"
 

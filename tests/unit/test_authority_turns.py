@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from inference.authority import events
-from inference.authority.lifecycle import Action, Departure, Reason
+from inference.authority.lifecycle import Reason
 from inference.protocol import ModelState, Priority
 from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import StepWorld, begin
+
+pytestmark = pytest.mark.unmeasured
 
 S = ModelState
 ONE_FITS = {"memory_limit_gb": 0.3}
@@ -250,15 +254,3 @@ def test_model_that_waits_for_the_pool_accepts_requests_and_finishes_them() -> N
     world.finish(lease)
     world.live(5)
     assert world.model("a").state is S.WARM
-
-
-def test_commands_overrule_other_reasons_and_unloading_overrules_offloading() -> None:
-    by_hand = Departure(Reason.BY_HAND)
-    kept_by_hand = Departure(Reason.BY_HAND, Action.OFFLOAD)
-    wanted = Departure(Reason.MEMORY_WANTED, Action.OFFLOAD)
-    assert by_hand.overrules(wanted)
-    assert kept_by_hand.overrules(wanted)
-    assert by_hand.overrules(kept_by_hand)
-    assert not kept_by_hand.overrules(by_hand)
-    assert not wanted.overrules(by_hand)
-    assert not Departure(Reason.PRESSURE).overrules(wanted)

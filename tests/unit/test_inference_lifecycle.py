@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 
-from inference.authority.lifecycle import TABLE, Backoff, IllegalTransition, ModelEvent, advance
+from inference.authority.lifecycle import (
+    TABLE,
+    Action,
+    Backoff,
+    Departure,
+    IllegalTransition,
+    ModelEvent,
+    Reason,
+    advance,
+)
 from inference.authority.wait_queue import (
     Pace,
     expected_load_seconds,
@@ -107,3 +116,15 @@ def test_queue_time_counts_requests_without_a_place() -> None:
     assert queue_seconds(4, 4, Pace()) is None, "no answer has been timed"
     assert queue_seconds(4, 4, Pace(2.0)) == 2
     assert queue_seconds(9, 4, Pace(2.0)) == 12
+
+
+def test_commands_overrule_other_reasons_and_unloading_overrules_offloading() -> None:
+    by_hand = Departure(Reason.BY_HAND)
+    kept_by_hand = Departure(Reason.BY_HAND, Action.OFFLOAD)
+    wanted = Departure(Reason.MEMORY_WANTED, Action.OFFLOAD)
+    assert by_hand.overrules(wanted)
+    assert kept_by_hand.overrules(wanted)
+    assert by_hand.overrules(kept_by_hand)
+    assert not kept_by_hand.overrules(by_hand)
+    assert not wanted.overrules(by_hand)
+    assert not Departure(Reason.PRESSURE).overrules(wanted)
