@@ -41,7 +41,7 @@ serve: ready ## start gateway and inference on the configured models; installs o
 test: machine ## lint, types, the whole test suite, and the coverage of the pure packages
 	@$(MAKE) --no-print-directory lint
 	@mkdir -p $(dir $(PURE)) && $(RUN) tests.rigs.pure_modules >$(PURE)
-	@$(RUN) mypy >.types.log 2>&1 & types=$$!; \
+	@$(RUN) mypy >.types.log 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
 	    $(RUN) pytest $(SPREAD) $(MEASURE) $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS); tests=$$?; \
 	    wait $$types; types=$$?; cat .types.log; exit $$((tests + types))
 

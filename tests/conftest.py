@@ -4,7 +4,8 @@ Property tests draw the same examples in every run; the profile `explore` draws 
 HYPOTHESIS_PROFILE=explore make test ARGS="tests/property". Names of test cases must be the same in every process, so
 that tests can be distributed. SIGINT is not ignored, and bytecode is always written: hundreds of processes would
 compile again. Collected objects are frozen, so that the garbage collector skips them, and it runs less often. TLS
-trusts only an unused authority here, because reading the authorities of the system takes 35 ms per client.
+trusts only an unused authority here, because reading the authorities of the system takes 35 ms per client. Threads of
+llama.cpp sleep while they wait for each other: there are more processes than cores, and spinning threads delay others.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if PROFILE == "repeatable":
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("rigs") / "unused_root.pem")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -99,7 +99,7 @@ def test_usage_prints_sums_as_a_table_csv_and_json(capsys: Any, tmp_path: Path) 
         "ann         1       0     100      40      10  0.50 s  $0.2500",
         "bob         1       0     100      40      10  0.50 s  $0.0000",
     ]
-    assert "not in COST: 1 requests without a known price" in output.err
+    assert "requests without a known price, not in COST: 1;" in output.err
     assert main(["usage", "--by", "key,model", "--csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["key"], row["model"], row["prompt_tokens"]) for row in rows] == [

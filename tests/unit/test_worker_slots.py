@@ -218,6 +218,24 @@ def test_sequence_is_not_loaded_into_a_slot_that_is_about_to_move() -> None:
     assert Load in kinds(slots.operations())
 
 
+def test_job_continues_a_sequence_that_is_moved_in_the_same_step() -> None:
+    """Nothing is lost, so it need not wait; a job that would displace the sequence does."""
+    slots = Slots(replace(PLAIN, slots=3, min_copied=4), Catalog())
+    running = slots.take(tokens(*range(10)), "", 0)
+    assert running is not None
+    running.computed = 10
+    near = slots.take(tokens(*range(20, 30)), "", 0)
+    assert near is not None
+    near.computed = 10
+    slots.release(near, 0.0)
+    assert slots.take(tokens(50, 51), "", 0) is near
+    assert Copy in kinds(slots.operations())
+    assert slots.take(tokens(60, 61), "", 0) is None
+    continued = slots.take(tokens(*range(20, 30), 31), "", 10)
+    assert continued is not None
+    assert continued.computed == 10
+
+
 def test_stream_of_a_full_pool_waits_if_nothing_gives_way() -> None:
     """A single job keeps its cells; two that cannot both continue wait for a transfer."""
     scheduler = Scheduler(Limits(slots=2, context=10, batch=10, queue=2, cells=10, answer_cells=1), Catalog())

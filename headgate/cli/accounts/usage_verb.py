@@ -63,7 +63,7 @@ def run(session: Session) -> int:
         none="no requests in this time",
     )
     if unpriced := sum(row["unpriced"] for row in rows):
-        session.terminal.say(f"not in COST: {unpriced} requests without a known price; set `prices` in gateway.yaml")
+        session.terminal.say(f"requests without a known price, not in COST: {unpriced}; set `prices` in gateway.yaml")
     return Exit.OK
 
 

@@ -116,7 +116,7 @@ class Slots:
             choice.stored.wanted = True  # until it is loaded, so that storing another sequence does not remove it
             self._wanted.append(choice.stored)
         for slot, kept in self._displaced(choice):
-            if self._arrives_soon(slot) or not self._store_unsaved(slot, kept):
+            if self._arrives_soon(slot, kept) or not self._store_unsaved(slot, kept):
                 return None
         target, (best, shared, checkpoint) = choice.target, choice.reuse
         if choice.stored is not None:
@@ -372,10 +372,11 @@ class Slots:
         """Whether llama.cpp will copy to or from `slot` with the next batch."""
         return slot.number in self._arriving or slot.number in self._departing
 
-    def _arrives_soon(self, slot: Slot) -> bool:
-        """Whether the tokens of `slot` come with the batch of a running job, and cannot be stored before."""
+    def _arrives_soon(self, slot: Slot, kept: int) -> bool:
+        """Whether `slot` would lose tokens behind the first `kept` that can be stored after the next batch only."""
         is_arriving = self._catalog is not None and slot.number in self._arriving
-        return is_arriving and slot.unsaved > 0 and any(other.taken for other in self._slots)
+        is_worth_it = slot.unsaved - kept >= self._limits.min_copied
+        return is_arriving and is_worth_it and any(other.taken for other in self._slots)
 
     def _has_no_window(self, slot: Slot) -> bool:
         """Whether it is a copy whose window cells come with the next batch and are not usable before."""

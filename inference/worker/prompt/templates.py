@@ -95,7 +95,7 @@ class TemplateProcess:
 
 @functools.cache
 def shared_process() -> TemplateProcess:
-    """The one for all models of this process."""
+    """The one for all templates of this process."""
     return TemplateProcess()
 
 
