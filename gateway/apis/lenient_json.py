@@ -6,7 +6,7 @@ orjson rejects lone surrogates. Models generate them, and some providers split a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -58,18 +58,21 @@ def count(holder: Any, name: str) -> int:
 def is_complete(text: str) -> bool:
     """Whether `text` is a whole JSON value, and not the beginning of one."""
     try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
+        loads(text)
+    except ValueError:
         return False
     return True
 
 
-def arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call; a text that is not a JSON object is wrapped under the key `arguments`."""
+def arguments(text: str, read: Callable[[str], Any] = loads) -> dict[str, Any]:
+    """The arguments of a tool call; a text that is not a JSON object is wrapped under the key `arguments`.
+
+    Requests use `orjson.loads` as `read`, because providers reject lone surrogates.
+    """
     if not text.strip():
         return {}
     try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        parsed = read(text)
+    except ValueError:
         return {"arguments": text}
     return parsed if isinstance(parsed, dict) else {"arguments": text}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import orjson
 from msgspec.structs import replace
 
 from gateway.apis.lenient_json import arguments
@@ -97,7 +98,7 @@ _MAX_STRICT_TOOLS = 20
 
 
 def unsupported_params(body: ChatRequest, model: str | None = None) -> Mapping[str, str]:
-    """Why Anthropic cannot serve a chat request, by parameter; empty when the tier is suitable.
+    """Why Anthropic cannot serve a chat request, by parameter; empty if it can.
 
     Without `model`, limits of single models are left out.
     """
@@ -332,7 +333,7 @@ class ToolIds:
 
 def _tool_use(call: ToolCall, ids: ToolIds) -> ToolUseBlock:
     name, text = ("", "") if call.function is None else (call.function.name, call.function.arguments)
-    return ToolUseBlock(id=ids(call.id), name=name, input=arguments(text))
+    return ToolUseBlock(id=ids(call.id), name=name, input=arguments(text, orjson.loads))
 
 
 def _tools(body: ChatRequest, messages: Sequence[Turn]) -> tuple[list[MessagesTool] | None, MessagesChoice | None]:

@@ -1,7 +1,7 @@
 """Adapts a request to an OpenAI-compatible provider and its model; texts of messages are not changed.
 
-Clients send messages back with fields of other tiers and of their own libraries, such as reasoning. OpenAI and Google
-answer 400 to unknown fields.
+Clients send messages back with fields of other providers and of their own libraries, such as reasoning. OpenAI and
+Google answer 400 to unknown fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEYWORDS = frozenset((
     "exclusiveMinimum", "exclusiveMaximum",
 ))  # fmt: skip
 _MEANINGS = ("type", "anyOf", "$ref")
-"""A schema without one of these keywords counts as not strict."""
+"""A schema with none of these keywords counts as not strict."""
 _HOLDERS: Mapping[str, type] = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "required": list}
 
 _CHAT: Mapping[Flavor, Profile] = {
@@ -81,7 +81,7 @@ def flavor_of(host: str, path: str) -> Flavor:
 def unsupported_params(
     body: AnyRequest, flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
 ) -> Mapping[str, str]:
-    """Why this provider cannot serve `body`, by parameter; empty when the tier is suitable."""
+    """Why this provider cannot serve `body`, by parameter; empty if it can."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         return {"model": no_endpoint(endpoint).message}
@@ -271,7 +271,7 @@ def for_openai(messages: Messages, model: str) -> Messages:
 
 def for_google(messages: Messages, model: str) -> Messages:
     """For Google: results get their function's name, calls get an object as arguments and a signature if required."""
-    is_signed = _WANTS_SIGNATURES.match(model) is not None
+    needs_signature = _WANTS_SIGNATURES.match(model) is not None
     names: dict[str, str] = {}
     for message in messages:
         known = _known(message, (_EXTRA,))
@@ -279,7 +279,7 @@ def for_google(messages: Messages, model: str) -> Messages:
             calls = [_with_object(call) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in calls if call.function is not None}
             first = calls[0].extra or {}
-            if is_signed and not first.get(_EXTRA):
+            if needs_signature and not first.get(_EXTRA):
                 signature = {"google": {"thought_signature": UNSIGNED_CALL}}
                 calls[0] = replace(calls[0], extra={**first, _EXTRA: signature})
             known = replace(known, tool_calls=calls)
@@ -293,7 +293,7 @@ def _with_object(call: ToolCall) -> ToolCall:
     function = call.function
     if function is None or _is_object(function.arguments):
         return call
-    text = orjson.dumps(arguments(function.arguments)).decode()
+    text = orjson.dumps(arguments(function.arguments, orjson.loads)).decode()
     return replace(call, function=replace(function, arguments=text))
 
 
