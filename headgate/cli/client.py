@@ -103,7 +103,10 @@ class Api:
         try:
             return json.loads(raw) if raw.strip() else None
         except ValueError as error:
-            raise ApiError(f"the response of the {self.name} at {self.url} is not JSON: {raw[:80]!r}") from error
+            raise ApiError(
+                f"the response of the {self.name} at {self.url} is not JSON: {raw[:80]!r}; check that this is the "
+                f"address of the {self.name}"
+            ) from error
 
     @contextlib.contextmanager
     def open(

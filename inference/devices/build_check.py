@@ -99,7 +99,7 @@ class BuildCheck:
             self._doubt = None
             return True
         if failure is None:
-            log.info("llama.cpp computes; the crash is attributed to the model")
+            log.info("the check of llama.cpp succeeded; the crash is attributed to the model")
             self.is_trusted = True
             return True
         folder = self._find()

@@ -113,7 +113,7 @@ def test_model_that_crashes_at_its_first_step_fails_alone(stack: Stack, broken: 
         causes.insert(0, cause)
         wait_until("the crash is recorded", lambda: _causes(stack) == causes)
         wait_until("the backoff ended", lambda: stack.model("demo")["state"] == "cold")
-    assert "llama.cpp computes; the crash is attributed to the model" in stack.inference.log
+    assert "the check of llama.cpp succeeded; the crash is attributed to the model" in stack.inference.log
     broken.computes()
     assert stack.ask("/v1/chat/completions", QUESTION, direct=True)["choices"]
 

@@ -21,7 +21,10 @@ _ABOUT = ("$schema", "$id", "$comment")
 
 _UNTYPED = "every part of a schema needs a type"
 _NAMELESS = "objects accept only listed properties, and an object in the schema lists none"
-_JOINED = "objects accept only their own properties, so that objects joined by a schema would exclude each other"
+_JOINED = (
+    "it cannot combine objects in `allOf`, or properties beside `anyOf`, `oneOf` or `allOf`; list all properties in "
+    "one object"
+)
 _REFERENCES = "references in a schema must point to its `$defs`, without cycles"
 
 

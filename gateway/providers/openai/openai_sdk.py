@@ -59,7 +59,10 @@ class OpenAIProvider:
     async def unary(self, call: Call) -> bytes:
         """The JSON bytes that answer a call without a stream; raises UpstreamError."""
         if call.endpoint.streams:
-            raise UpstreamError(UpstreamKind.MALFORMED, f"/v1/{call.endpoint} is always streamed")
+            raise UpstreamError(
+                UpstreamKind.MALFORMED,
+                f"internal error: unary() was called for /v1/{call.endpoint}; use stream() or whole()",
+            )
         answer = await self._whole(call)
         try:
             is_object = isinstance(orjson.loads(answer), dict)

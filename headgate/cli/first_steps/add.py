@@ -32,7 +32,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add(session: Session) -> int:
-    """Adds one model. Changes nothing if the result would not be valid."""
+    """Adds one model. Leaves models.yaml unchanged if the result would not be valid."""
     from headgate.cli.first_steps import running_service
 
     target = running_service.Target.of(session)
@@ -50,7 +50,9 @@ def add(session: Session) -> int:
         session.terminal.say(f"{path}: added {model!r}")
     answer: dict[str, Any] = {"model": model, "file": str(path), "reloaded": False, "plan": None}
     if path.parent.absolute() != target.config_dir.absolute():
-        session.terminal.say(f"services that run read {target.config_dir}; start them again here: headgate up")
+        session.terminal.say(
+            f"the running services use {target.config_dir}; stop them, then start them in this directory: headgate up"
+        )
     elif api := running_service.reload(session, target, model):
         answer |= {"reloaded": True, "plan": running_service.first_plan(session, api, model)}
         _hints(session, path.parent, target, model)
@@ -114,7 +116,10 @@ def _from_file(session: Session, target: Target) -> tuple[str, dict[str, Any]]:
     beside = [file for file in first.parent.glob("*.gguf") if is_projector(file.name)]
     if beside and "mmproj" not in _settings(session.args.set):
         shown = _shown(beside[0], models_dir)
-        session.terminal.say(f"{beside[0].name} lies beside it; for images, if it belongs to it: --set mmproj={shown}")
+        session.terminal.say(
+            f"{beside[0].name} is in the same directory; if it belongs to this model, add it for images: "
+            f"--set mmproj={shown}"
+        )
     return model_name(first.name), fields
 
 
@@ -152,7 +157,10 @@ def _own_file(session: Session, target: Target) -> Path:
 
 
 def _load(directory: Path, shown: Path, environ: Mapping[str, str]) -> InferenceConfig:
-    """The configuration in `directory`. Problems of a copy of the file `shown` name it, without a line."""
+    """The configuration in `directory`.
+
+    Problems in a copy are reported for the original file `shown`, without line numbers.
+    """
     from inference import settings
 
     try:

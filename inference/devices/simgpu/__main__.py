@@ -68,7 +68,7 @@ class Machine:
         except ValueError as error:  # includes JSONDecodeError
             return {"error": str(error), "by_device_state": isinstance(error, StateError)}
         if order.do != "status":
-            log.info("%s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
+            log.info("command for %s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
         return self.status()
 
 

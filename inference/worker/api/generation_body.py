@@ -234,7 +234,8 @@ def prompts_of(value: str | Sequence[str | int | list[int]], param: str, facts: 
         )
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise BadRequestError(f"{param} is empty", param if len(prompts) == 1 else f"{param}[{index}]")
+            name = param if len(prompts) == 1 else f"{param}[{index}]"
+            raise BadRequestError(f"{name} is empty", name)
     return prompts
 
 
@@ -287,8 +288,14 @@ def _answer_so_far(given: ChatBody | CompletionRequest, form_param: str) -> Answ
 
 def _check_resumed(given: CompletionRequest, prompts: Sequence[Prompt], so_far: AnswerSoFar) -> None:
     """A completion that is continued is one text after one prompt."""
-    if len(prompts) > 1 or so_far.reasoning_content:
-        raise _not_together(SO_FAR, "reasoning_content" if so_far.reasoning_content else "several prompts")
+    if so_far.reasoning_content:
+        raise _not_together(SO_FAR, "reasoning_content")
+    if len(prompts) > 1:
+        raise BadRequestError(
+            f"{SO_FAR} cannot be combined with several prompts; send one prompt",
+            SO_FAR,
+            code=Code.UNSUPPORTED_PARAMETER,
+        )
     for name in ("logprobs", "echo", "suffix"):
         if getattr(given, name) not in (None, False, ""):
             raise _not_together(SO_FAR, name)

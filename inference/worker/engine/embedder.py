@@ -85,13 +85,14 @@ class Embedder:
             if waiting > 0 and waiting >= self._max_waiting:
                 raise WorkerError(
                     Code.QUEUE_FULL,
-                    f"the queue of this model is full: waiting requests={waiting}, limit={self._max_waiting}",
+                    f"the queue of this model is full: waiting requests={waiting}, limit={self._max_waiting}; "
+                    f"try again later",
                 )
             if (tokens := self._queue.weight(inputs)) > MAX_QUEUED_TOKENS:
                 raise WorkerError(
                     Code.QUEUE_FULL,
                     f"the queue of this model is full: queued tokens={tokens} (without the largest request), "
-                    f"limit={MAX_QUEUED_TOKENS}",
+                    f"limit={MAX_QUEUED_TOKENS}; try again later",
                 )
             self._queue.add(ticket, inputs, self._clock(), priority, deadline)
         self._runner.wake()

@@ -158,4 +158,8 @@ def _remote(endpoint: str) -> int:
         if device := add(endpoint.encode()):
             lib.ggml_backend_device_register(device)
             return int(device)
-    raise LoadError(ExitCause.DEVICE_LOST, f"the device at {endpoint} does not answer")
+    raise LoadError(
+        ExitCause.DEVICE_LOST,
+        f"the RPC server at {endpoint} accepts connections but offers no device; check that it is a compatible "
+        f"rpc-server",
+    )
