@@ -167,7 +167,7 @@ class ProviderSettings(_Model):
 
     @field_validator("flavor")
     @classmethod
-    def _of_openais_dialect(cls, value: Flavor | None, info: ValidationInfo) -> Flavor | None:
+    def _flavor_is_for_openai(cls, value: Flavor | None, info: ValidationInfo) -> Flavor | None:
         if value is not None and info.data.get("kind") == "anthropic":
             raise ValueError("only providers of kind `openai` have a flavor")
         return value
@@ -193,7 +193,7 @@ class RouteSettings(_Model):
 
     `capture`: whether bodies of requests and answers are stored, see `UsageSettings.redact`.
 
-    `parameters` make routes with the same chain variants of one loaded model.
+    With `parameters`, routes that share a chain serve variants of one loaded model.
     """
 
     chain: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -224,7 +224,9 @@ class BreakerSettings(_Model):
 
 
 class DeadlineSettings(_Model):
-    """Seconds. `first_token` and `inter_token` bound silence, `total` the time to commit."""
+    """Seconds. `first_token` and `inter_token` bound silence. `total` bounds the time to commit: despite its name, it
+    ends at the first content.
+    """
 
     connect: SomeTime = 5.0
     first_token: SomeTime = 30.0

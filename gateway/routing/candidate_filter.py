@@ -86,17 +86,19 @@ class CandidateFilter:
         """The current facts about `candidate`."""
         gateway, request, model = self._gateway, self._request, candidate.model
         breakers, key = gateway.breakers, candidate.provider_key
-        is_settled = gateway.fleet_view is None or candidate.node or not candidate.is_local
+        has_fixed_provider = gateway.fleet_view is None or candidate.node or not candidate.is_local
         if candidate.is_rule:
-            return self._facts_of_rule(breakers.open_for(key, "") if is_settled else gateway.open_for(candidate, ""))
-        provider = gateway.registry.providers.get(key) if is_settled else gateway.provider_of(candidate)
+            open_for = breakers.open_for(key, "") if has_fixed_provider else gateway.open_for(candidate, "")
+            return self._facts_of_rule(open_for)
+        provider = gateway.registry.providers.get(key) if has_fixed_provider else gateway.provider_of(candidate)
         is_present = provider is not None or candidate.is_local
         unsupported = (
             ALL_TAKEN if provider is None else provider.unsupported_params(request.endpoint, request.body, model)
         )
-        is_equal = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
-        same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._token_ids
-        if is_settled:
+        may_replace_first = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
+        same_vectors = self._any_vectors or may_replace_first
+        foreign_ids = None if may_replace_first else self._token_ids
+        if has_fixed_provider:
             breaker_open_for = breakers.open_for(key, model)
             queue_full_for = breakers.skipped_for(key, model, self._priority)
         else:
@@ -166,7 +168,7 @@ class CandidateFilter:
         return others(self._gateway.view.models.values(), named, self._request.needs)
 
     def _facts_of_rule(self, breaker_open_for: float | None) -> Facts:
-        """The facts about `local/smaller` before its turn: what all models have in common that it may stand for."""
+        """The facts about `local/smaller` before its turn: the largest context of the models that it may stand for."""
         found = self._others()
         if not found and self._gateway.view.models:
             return Facts(True, breaker_open_for, capabilities=())

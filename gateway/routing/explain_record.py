@@ -134,6 +134,7 @@ class Record:
     """Each resume: the candidate, where in the answer, and why."""
     breaks: list[BreakRecord] = field(default_factory=list)
     reason: str = "none"
+    """Why the first choice did not answer; `none` if it did, or if the request ended before."""
     outcome: str = "running"
     status: int | None = None
     first_token_seconds: float | None = None
@@ -157,7 +158,9 @@ class Record:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Prompt and answer tokens for usage: without a usage, the size of the prompt and the pieces of the answer."""
+        """Tokens to account for, prompt and answer: those that providers reported, plus the pieces of attempts without
+        a report; an unreported prompt is estimated from its size if there are pieces.
+        """
         prompt = self.prompt_tokens
         if prompt is None:
             prompt = self.size_bytes // BYTES_PER_TOKEN if self.pieces else 0
@@ -217,7 +220,7 @@ class Record:
 
 
 def _last_count(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
-    """The last number of a usage. Quotes inside a string are escaped, so the pattern finds no text."""
+    """The last number of a usage. Quotes inside a string are escaped, so the pattern cannot match inside a string."""
     found = pattern.findall(usage)
     return int(found[-1]) if found else None
 

@@ -1,6 +1,7 @@
 """Stored responses that every gateway can continue. Each gateway keeps its own as well, and those that it has read.
 
-They use a connection of their own: a long conversation must not delay the limits and breakers of other requests.
+The responses have connections of their own: a long conversation must not delay the limits and breakers of other
+requests.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class SharedResponses(Store):
             self._state.on_error("responses")
 
     async def fetch_items(self, owner: str, items: Iterable[str]) -> None:
-        """Gets the responses whose conversations contain these items, if none is here."""
+        """For each item without a local response: gets the response whose conversation contains it."""
         wanted = [item for item in items if self.find_by_item(owner, item, self._state.clock()) is None]
         if not wanted or not self._state.is_up:
             return

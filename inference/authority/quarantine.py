@@ -147,5 +147,6 @@ class Quarantine:
         return replace(self, cases={name: case for name, case in self.cases.items() if name != key})
 
     def _doubt(self) -> Quarantine:
-        freed = {name: case for name, case in self.cases.items() if name not in self.in_a_row}
-        return Quarantine(freed, (), doubted=True)
+        """The model is at fault: the requests confirmed in a row are cleared."""
+        remaining = {name: case for name, case in self.cases.items() if name not in self.in_a_row}
+        return Quarantine(remaining, (), doubted=True)

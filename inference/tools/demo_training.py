@@ -49,7 +49,10 @@ NORM_EPSILON = 1e-5
 # Tensor names are those of GGUF, so that the export copies tensors. B is the batch, T the sequence, D the hidden size.
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Dimensions of one model. `head` must be a multiple of 32 for quantized KV caches, the rest for Q8_0 weights."""
+    """Dimensions of one model.
+
+    `hidden` and `feed_forward` must be multiples of 32 for Q8_0 weights, `head` also for quantized KV caches.
+    """
 
     hidden: int
     layers: int

@@ -106,7 +106,7 @@ async def test_missing_library_is_tried_again(
 
 
 # --- as the devices of the machine show it ----------------------------------------------------------------------------
-async def test_readings_have_the_sign_and_its_reason(stub: NvmlStub) -> None:
+async def test_readings_say_how_healthy_the_device_is_and_why(stub: NvmlStub) -> None:
     """The order is that of llama.cpp: the second device is the first card."""
     probe = GgmlProbe({}, probe=listing)
     await probe.start()

@@ -78,7 +78,7 @@ async def test_weights_are_relayed_unchanged() -> None:
         assert ends.pace.requests == 2
 
 
-async def test_own_answer_follows_the_answer_of_the_server() -> None:
+async def test_answer_of_the_relay_comes_after_that_of_the_server() -> None:
     """A client that requests a large tensor and the memory gets both in order."""
     requests = request(Command.GET_TENSOR, b"all") + request(Command.GET_DEVICE_MEMORY, bytes(4))
     async with relayed(requests) as (ends, _running):

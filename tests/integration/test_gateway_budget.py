@@ -66,7 +66,7 @@ async def test_spent_attempts_set_should_retry_false(gateway: Gateway, fake: Fak
 
 
 @pytest.mark.parametrize(("header", "retries"), [("1", 1), ("0", 0), ("-1", 0), ("many", 0), ("9999999", 0)])
-async def test_retries_are_recorded_and_get_should_retry_false(
+async def test_retries_are_recorded_and_answered_with_x_should_retry_false(
     gateway: Gateway, fake: FakeInference, header: str, retries: int
 ) -> None:
     """Each retry costs every tier an attempt."""

@@ -96,7 +96,7 @@ def test_foreign_growth_on_top_of_a_plan_is_critical() -> None:
     assert settled(use(0, 20), use(880, 20), use(880, 100)).level is Level.EMERGENCY
 
 
-def test_foreign_growth_after_a_reservation_is_not_accepted() -> None:
+def test_more_foreign_use_after_a_reservation_raises_the_level() -> None:
     booked = with_accepted_use(settled(use(0, 20)), use(880, 20))
     assert updated_gauge(booked, use(880, 60), BOUNDS).level is Level.CRITICAL
     assert settled(use(0, 20), use(880, 60)).level is Level.HIGH, "the booking was not reported"

@@ -16,8 +16,8 @@ from gateway.apis.messages.messages_errors import frame_error
 from gateway.apis.openai.frames import EVENT_STREAM, Data, Frame
 
 UNSIGNED = "headgate"
-"""The placeholder signature of thinking from other tiers. Clients require one and send it back; such thinking is not
-sent to Anthropic."""
+"""The placeholder signature of thinking from other providers. Clients require one and send it back; such thinking is
+not sent to Anthropic."""
 
 STOP_REASONS: Mapping[str, str] = {
     "stop": "end_turn",
@@ -46,7 +46,7 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
     """Anthropic's counts for OpenAI's usage object; zeros for missing counts.
 
     `input_tokens` excludes prompt tokens that were read from or written to a cache. `output_tokens` includes reasoning:
-    some tiers leave hidden reasoning out of `completion_tokens` but not of `total_tokens`.
+    some providers leave hidden reasoning out of `completion_tokens` but not of `total_tokens`.
     """
     if not isinstance(usage, Mapping):
         return dict(_NO_USAGE)
@@ -65,7 +65,7 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
 
 
 def whole_usage(usage: Any) -> dict[str, Any]:
-    """Anthropic's usage object, with further fields of an Anthropic tier (`cache_creation`, `service_tier`)."""
+    """Anthropic's usage object, with further fields of Anthropic (`cache_creation`, `service_tier`)."""
     native = mapping(usage, "native") if isinstance(usage, Mapping) else {}
     return {**native, **anthropic_usage(usage)}
 
@@ -83,8 +83,8 @@ def stop_of(
 ) -> dict[str, Any]:
     """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
 
-    `tool_use` needs a tool call. A tier that met a stop sequence names it in `stop_reason`. If an answer ended by
-    length and has fewer than `max_tokens` tokens, it has filled the context.
+    `tool_use` needs a tool call. A provider that met a stop sequence names it in the choice's `stop_reason`. If an
+    answer ended by length and has fewer than `max_tokens` tokens, it has filled the context.
     """
     reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
     sequence = choice.get("stop_reason")
@@ -113,7 +113,7 @@ def stop_of(
 
 
 def call_id(given: Any, answer: str, position: int) -> str:
-    """The id of a tool call; derived from the answer's id if the tier sent none."""
+    """The id of a tool call; derived from the answer's id if the provider sent none."""
     return given if isinstance(given, str) and given else f"toolu_{answer.removeprefix('msg_')}_{position}"
 
 
@@ -147,7 +147,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
 
 
 def _thoughts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The thinking: Anthropic's signed blocks, or one block of text from another tier."""
+    """The thinking: Anthropic's signed blocks, or one block of text from another provider."""
     if signed := message.get("thinking_blocks"):
         return list(signed)
     text = message.get("reasoning_content") or message.get("reasoning")
@@ -189,8 +189,9 @@ class _Call:
 class MessageEvents:
     """The writer of one stream; see `gateway.apis.public_api.Writer`. `names`: original tool names by short ones.
 
-    The order is message_start, the blocks one after the other (each with start, deltas and stop), message_delta with
-    the stop reason and the usage, message_stop. Comments become pings.
+    The order is message_start, the blocks one after the other (each with start, deltas and stop; a tool call may stay
+    open while the next block begins), message_delta with the stop reason and the usage, message_stop. Comments become
+    pings.
     """
 
     media_type = EVENT_STREAM
@@ -304,7 +305,7 @@ class MessageEvents:
         call, name, content_text = self._calls.get(position), text(function, "name"), text(function, "arguments")
         if call is None:
             call = self._calls[position] = _Call()
-        if call.index is None:  # some tiers send the name after the id
+        if call.index is None:  # some providers send the name after the id
             call.id = piece.get("id") or call.id
             if not name:
                 call.pieces.append(content_text)

@@ -98,9 +98,9 @@ ENVELOPE: Mapping[str, Any] = {
 
 
 def envelope(error: GatewayError) -> dict[str, Any]:
-    """The body for `error`, without `request_id`, which the exchange adds.
+    """The body for `error`, with an empty `request_id`, which `http_exchange.Exchange` fills in.
 
-    `error.details` has what Anthropic's envelope lacks: the code, the parameter and numbers.
+    `details` inside the returned `error` has what Anthropic's envelope lacks: the code, the parameter and numbers.
     """
     code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
     code = _CODE_OF_PARAM.get(error.param, code)
@@ -122,7 +122,7 @@ def _message(error: GatewayError, code: str) -> str:
 
 
 def _own_name(error: GatewayError) -> str | None:
-    """The parameter under the client's name. Indices of messages are removed, because the tier got other messages."""
+    """The parameter under the client's name. Indices of messages are removed: the provider got other messages."""
     param = error.param
     if param is None:
         return None
