@@ -6,7 +6,7 @@ orjson rejects lone surrogates. Models generate them, and some providers split a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -56,23 +56,23 @@ def count(holder: Any, name: str) -> int:
 
 
 def is_complete(text: str) -> bool:
-    """Whether `text` is a whole JSON value, and not the beginning of one."""
+    """Whether `text` is a whole JSON value, and not the beginning of one; lone surrogates count as incomplete."""
     try:
-        loads(text)
-    except ValueError:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
         return False
     return True
 
 
-def arguments(text: str, read: Callable[[str], Any] = loads) -> dict[str, Any]:
+def arguments(text: str) -> dict[str, Any]:
     """The arguments of a tool call; a text that is not a JSON object is wrapped under the key `arguments`.
 
-    Requests use `orjson.loads` as `read`, because providers reject lone surrogates.
+    So is an object with a lone surrogate, because neither providers nor the gateway take one in a later request.
     """
     if not text.strip():
         return {}
     try:
-        parsed = read(text)
-    except ValueError:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
         return {"arguments": text}
     return parsed if isinstance(parsed, dict) else {"arguments": text}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
 from msgspec.structs import replace
 
 from gateway.apis.lenient_json import arguments
@@ -333,7 +332,7 @@ class ToolIds:
 
 def _tool_use(call: ToolCall, ids: ToolIds) -> ToolUseBlock:
     name, text = ("", "") if call.function is None else (call.function.name, call.function.arguments)
-    return ToolUseBlock(id=ids(call.id), name=name, input=arguments(text, orjson.loads))
+    return ToolUseBlock(id=ids(call.id), name=name, input=arguments(text))
 
 
 def _tools(body: ChatRequest, messages: Sequence[Turn]) -> tuple[list[MessagesTool] | None, MessagesChoice | None]:

@@ -293,7 +293,7 @@ def _with_object(call: ToolCall) -> ToolCall:
     function = call.function
     if function is None or _is_object(function.arguments):
         return call
-    text = orjson.dumps(arguments(function.arguments, orjson.loads)).decode()
+    text = orjson.dumps(arguments(function.arguments)).decode()
     return replace(call, function=replace(function, arguments=text))
 
 
