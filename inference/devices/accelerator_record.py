@@ -1,7 +1,7 @@
-"""Makes a start fail if accelerators that earlier starts found are missing, because models would run on the CPU.
+"""Makes a start fail if accelerators that earlier starts found are missing: otherwise models would run on the CPU.
 
-Every start stores the number of accelerators and its circumstances in the state directory. A service that ends because
-its processes cannot reach them marks the record. Under the same circumstances the next start fails if it finds no
+A start that finds accelerators stores their number and its circumstances in the state directory. A service whose
+processes cannot reach them marks the record and ends. Under the same circumstances the next start fails if it finds no
 accelerator (after a mark: fewer than before), unless the CPU is configured.
 """
 

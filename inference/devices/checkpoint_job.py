@@ -137,7 +137,7 @@ class LockArgs(ctypes.Structure):
 class Driver:
     """NVIDIA's driver library, initialized. Signatures and numbers are from the reference of the CUDA driver API.
 
-    The timeout of a call is `seconds`, at most CALL_SECONDS. Raises DriverError.
+    The timeout of a call without one of its own is `seconds`, at most CALL_SECONDS. Raises DriverError.
 
     `checkpoints`: whether the driver must support checkpoints.
     """

@@ -88,7 +88,8 @@ def outer_set(value: str | None) -> list[str] | None:
 def narrowed(value: str | None, index: int, uuid: str | None) -> str:
     """The value that allows only the `index`-th of the devices that `value` allows.
 
-    If the operator set no value, the result is the UUID of the device, which does not depend on the order of devices.
+    If the operator set no value, the result is the UUID of the device, which does not depend on the order of devices;
+    without a UUID it is `index`.
     """
     allowed = outer_set(value)
     if allowed is not None:
@@ -126,7 +127,7 @@ def _joined(values: list[str]) -> str:
 
 
 def grants_of(devices: Sequence[Reading]) -> tuple[DeviceGrant, ...]:
-    """The devices as they appear in a process with this environment."""
+    """The devices as they appear in a process with the environment of `environment_of`."""
     kinds: dict[str | None, int] = {}
     grants = []
     for device in devices:

@@ -51,7 +51,7 @@ class CpuProbe(Probe):
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, used) bytes of the machine; (0, 0) when they cannot be read."""
+    """(total, used) bytes of the machine; 0 for what cannot be read."""
     try:
         fields = dict(_pairs((root / "proc/meminfo").read_text(encoding="ascii")))
         return fields["MemTotal"], fields["MemTotal"] - fields["MemAvailable"]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 MAX_SECONDS = 8.0
 EXHAUSTED_AFTER = 5
 """After this number of consecutive new processes that the driver refused, further ones are not expected to help. With
-the delays this takes at least 15 s, longer than the replacement of a driver.
+the delays this takes at least 15 s, longer than the replacement of a driver, or 7 s if the series begins with a new
+process, as after `renew`.
 """
 
 

@@ -101,8 +101,8 @@ def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) 
     """The bytes per device: all on `cpu`, or the last layers and the head on the accelerators, in order.
 
     `shares` are layers per accelerator; the head counts as one, and a negative number stands for all `gpu_layers`
-    (which is negative for all layers). The token embeddings stay in host memory, as in llama.cpp, and the experts of
-    the first `host_expert_layers`.
+    (which is negative for all layers). As in llama.cpp, the token embeddings and the experts of the first
+    `host_expert_layers` stay in host memory.
     """
     whole = formula(facts, parameters)
     if not shares or parameters.gpu_layers == 0 or facts.layers == 0:

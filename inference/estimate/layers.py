@@ -106,7 +106,7 @@ class Layers:
         return need
 
     def host_bytes(self, placed: int) -> int:
-        """Bytes in host memory while the last `placed` places are on one accelerator."""
+        """Bytes in host memory while the last `placed` places are on accelerators."""
         first = self.places - placed
         here = sum(self._every[:first]) + sum(self._apart[first:])
         is_alone = placed < self.places or any(self._apart)  # the host computes a part of the layers
@@ -123,7 +123,8 @@ class Layers:
     def copies_bytes(self) -> int:
         """Additional bytes on each device and the host when several accelerators share the model.
 
-        llama.cpp makes no copies if experts are in host memory, or if it treats the devices as one (`by_tensor`).
+        llama.cpp makes no copies if layers or experts are in host memory, or if it treats the devices as one
+        (`by_tensor`).
         """
         is_whole = self.offloaded == self.places and not self.parameters.host_expert_layers
         has_copies = is_whole and not self.by_tensor

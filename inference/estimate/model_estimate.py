@@ -41,7 +41,7 @@ class Estimate:
     host_bytes_per_second: float = 0.0
     """The measured rate of host memory; 0 if the model has no experts."""
     split_problem: str = ""
-    """Why its device cannot share it with others in its split mode."""
+    """Why the device cannot share the model with other devices in the split mode of the model."""
     shape: str = ""
     """What its learned overhead belongs to (`inference.estimate.overheads`)."""
 

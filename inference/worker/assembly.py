@@ -41,7 +41,7 @@ PREFETCHED = 8
 
 @dataclass(frozen=True, slots=True)
 class RequestPreparation:
-    """What turns a request into tokens and constraints, and its threads. It does not depend on the context."""
+    """What turns a request into tokens and constraints, with the threads for that. Independent of the context."""
 
     prompts: Prompts
     compiler: Compiler
@@ -50,7 +50,7 @@ class RequestPreparation:
 
     @classmethod
     def of(cls, loaded: Loaded, vision: Vision | None) -> RequestPreparation:
-        """Creates the parts and starts their threads, because the stack size applies only to new threads."""
+        """Creates the parts and starts the threads of `executor`, because a stack size applies only to new threads."""
         threading.stack_size(TOKENIZER_STACK_BYTES)
         executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:

@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def save(self, slot: int) -> Any:
-        """The state of `slot` that later tokens overwrite, for `restore`; None if there is no memory for it."""
+        """The state of `slot` that later tokens overwrite, for `restore`; None if that fails, as without memory."""
         ...
 
     def restore(self, slot: int, state: Any, count: int) -> bool:

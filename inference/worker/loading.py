@@ -51,8 +51,8 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], part
 
     `parts`: the paths of all parts of a split file, if they do not have the names of parts.
 
-    Raises LoadError: OOM_LOAD if llama.cpp returns NULL, which does not distinguish reasons, and STARTUP if the reason
-    is known and is not memory.
+    Raises LoadError: OOM_LOAD if llama.cpp returns NULL, which does not distinguish reasons, OOM_COMPUTE if the first
+    step fails, and STARTUP if the reason is known and is not memory.
     """
     started = time.monotonic()
     _check(grant)

@@ -71,7 +71,7 @@ def seed_of(sampling: Sampling, choice: int) -> int:
 
 
 def dry_of(sampling: Sampling, context: Context) -> Dry | None:
-    """The settings of DRY, None where it is off. It looks back at most over the length of a sequence."""
+    """The settings of DRY, None where it is off. DRY looks back at most over the length of a sequence."""
     last_n = sampling.dry_penalty_last_n
     if sampling.dry_multiplier <= 0.0 or last_n == 0:
         return None
@@ -89,13 +89,14 @@ class ChainSampler:
     draw. Mirostat replaces the cuts and the draw.
 
     If a sampler keeps few tokens (`top_k`, `min_p`), candidates are selected first, and only they pass through the
-    chain. The result is the same unless an earlier sampler changes logits or uses all of them. Candidates are the
-    tokens within a distance of the best logit. This distance is adapted after each token, because a flat distribution
-    has thousands of candidates and a sharp one has one.
+    chain, with the same result. If an earlier sampler changes logits or uses all of them, the whole vocabulary passes.
+    Candidates are the tokens within a distance of the best logit. This distance is adapted after each token, because a
+    flat distribution has thousands of candidates and a sharp one has one.
 
     DRY, XTC and Mirostat only see allowed tokens, because they could rank a forbidden token before an allowed one.
 
-    Penalties and DRY count generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
+    Penalties and DRY count generated tokens only: penalties over the whole answer, as OpenAI defines them, and DRY over
+    the last `dry_penalty_last_n`. Below `COLDEST` a
     temperature is greedy: dividing by it would overflow. Without bias and penalties greedy sampling needs no chain.
     """
 

@@ -127,7 +127,7 @@ class StoredSequence:
     """A sequence in host memory, on disk, or both. Times are Unix seconds.
 
     `checkpoints` are pairs of a position and the first position that the sliding-window layers had there, ascending.
-    `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: tokens, state and checkpoints.
+    `compute_seconds`: the estimated time to compute the tokens again. `count_bytes`: the size of its entry.
     `hits`: how often it was loaded. `fetching`: it is being read from disk to host memory. `fetched`: it was read, and
     has not been loaded since. `fetch_seconds`: how long the read took. `wanted`: it will be loaded in the next step.
     `hint`: what the request wants to happen to it. `labels`: labels of the prompts that it begins with, each with the
@@ -242,8 +242,8 @@ Operation = Remove | Copy | Save | Restore | Store | Load | Fetch
 def performed(operations: Sequence[Operation], perform: Callable[[Operation], bool]) -> list[int]:
     """Performs memory operations in order; returns the slots that do not hold what they should.
 
-    `perform` returns False if a slot is empty because it could not be restored or loaded. Its later operations are left
-    out, and copies of it are not made.
+    `perform` returns False if a slot is empty because it could not be restored or loaded. Its later saves and
+    restores are left out, and copies of it are not made.
     """
     lost: list[int] = []
     for operation in operations:

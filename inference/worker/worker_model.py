@@ -24,8 +24,8 @@ log = logging.getLogger("headgate.worker")
 class WorkerModel:
     """A loaded model and the data that outlives its context.
 
-    `store`: None for a model that does not generate, and while
-    the model has no context. `open_store` opens it for a context.
+    `store`: None for a model that does not generate, and while the model has no context. `open_store` opens a store for
+    a context.
     """
 
     loaded: Loaded
@@ -77,7 +77,7 @@ def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
 def free_context(model: WorkerModel, seconds: float) -> tuple[WorkerModel, Offloaded]:
     """Frees the contexts, which must be unused, and closes the store, whose files may take `seconds`.
 
-    Returns the model without them, and the stored sequences in host memory.
+    Returns the model without a store, and the numbers of the stored sequences in host memory.
     """
     saved = _stored(model)
     if model.store is not None:

@@ -2,7 +2,7 @@
 
 SIZE is bytes. The first line on stdout is the status, after all devices listen. Commands are JSON lines over the
 private Unix socket; each is answered with the status of all devices, or `{"error": message, "by_device_state": bool}`.
-The process ends with its parent, or when stdin ends; SIGINT is ignored, because the parent handles it.
+The process ends with its parent, or when stdin ends; SIGINT and SIGTERM are ignored, because the parent handles them.
 """
 
 from __future__ import annotations

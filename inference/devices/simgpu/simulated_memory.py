@@ -4,8 +4,8 @@
 
 `held`: the buffers of all connections. `pending`: bytes that were granted and whose buffer does not exist yet.
 `outside`: bytes of connections beside their buffers, as the device context of a process and its pools, which grow while
-it computes. `late`: freed bytes that are not available yet. `suspended` buffers are in host memory and not part of the
-sum, as the bytes outside buffers of the same connections. Times are arguments.
+it computes. `late`: freed bytes that are not available yet. `suspended` buffers are in host memory; neither they
+nor the `outside` bytes of their connections are part of the sum. Times are arguments.
 """
 
 from __future__ import annotations

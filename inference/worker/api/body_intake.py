@@ -1,4 +1,4 @@
-"""Reads and decodes bodies off the event loop, large ones one after the other, into types of the local hop."""
+"""Reads bodies and decodes them off the event loop, large ones one after the other, into types of the local hop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Intake:
         self._reading_big = asyncio.Lock()
 
     async def decoded(self, exchange: Exchange, decode: Callable[[Any], T]) -> T:
-        """The result of `decode` for the body's JSON; raises GoneError when the client disconnected before it ran."""
+        """The result of `decode` for the body's JSON; raises GoneError when the client disconnected before it ran.
+
+        Raises WorkerError(QUEUE_FULL) if other large bodies take longer than TURN_SECONDS.
+        """
         if exchange.announced_bytes <= BIG_BODY_BYTES:
             return await self._read(exchange, decode)
         try:

@@ -174,7 +174,7 @@ def embedding(body: Any, facts: Facts) -> tuple[EmbeddingRequest, tuple[Prompt, 
 
 
 def need_capability(facts: Facts, name: str) -> None:
-    """Raises BadRequestError, `unsupported_parameter`, with the model's own endpoints, unless it has the capability."""
+    """Raises BadRequestError (`unsupported_parameter`) with the endpoints of the model unless it has the capability."""
     if name in facts.capabilities:
         return
     places = " and ".join(place for other, (_, place) in _SERVES.items() if other in facts.capabilities)
@@ -185,7 +185,10 @@ def need_capability(facts: Facts, name: str) -> None:
 
 
 def continues(given: ChatBody | TokenizeBody, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the answer continues the last message; raises BadRequestError unless that is text of the assistant."""
+    """Whether the answer continues the last message.
+
+    Raises BadRequestError if that is not text of the assistant, or if add_generation_prompt says the opposite.
+    """
     found = bool(given.continue_final_message)
     if found and messages[-1]["role"] != "assistant":
         raise BadRequestError(

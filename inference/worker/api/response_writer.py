@@ -140,7 +140,7 @@ def _show(piece: bytes) -> str:
 
 
 class Stream:
-    """One stream's chunks, all with the same id and created. `frames` yields bytes per output of the engine."""
+    """One stream's chunks, all with the same id and created. `frames` returns those of one output of the engine."""
 
     def __init__(
         self,

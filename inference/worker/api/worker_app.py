@@ -1,7 +1,7 @@
 """The worker's HTTP app on its Unix socket: routes, requests, streams.
 
 Plain ASGI without authentication: the socket is private to the user, and the services in front have checked the client.
-It reads the headers for request id, priority, tenant, KV hint, deadline and stream interval.
+The app reads the headers for request id, priority, tenant, KV hint, prefix labels, deadline, stream interval and trace.
 """
 
 from __future__ import annotations

@@ -87,11 +87,11 @@ class FormQueue:
     async def constraint(
         self, form: Form, param: str, *, guaranteed: bool, deadline: float | None, gone: Callable[[], bool]
     ) -> Constraint | None:
-        """The constraint of `form`; None if it was not `guaranteed` and is not compiled within `help_seconds`.
+        """The constraint of `form`; None if it was not `guaranteed` and cannot be had, or not within `help_seconds`.
 
         `deadline` is the time by which the request needs its first token; `gone` returns whether its client has
         disconnected: then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form
-        that cannot be enforced, WorkerError(queue_full or deadline_exceeded), and GoneError.
+        that cannot be enforced, WorkerError (queue_full, deadline_exceeded or memory_limit_exceeded), and GoneError.
         """
         try:
             return await self._found(form, param, self._seconds if guaranteed else self._help_seconds, deadline, gone)

@@ -49,7 +49,7 @@ class Guide:
     limit ends with an error: another automaton takes seconds to compile, and all answers of the model would wait.
 
     An ambiguous grammar costs more with every token, and all answers wait while one mask is computed. So each answer
-    has an allowance of computing time: ALLOWANCE_SECONDS, and PER_TOKEN_SECONDS more for every token.
+    has an allowance of computing time: ALLOWANCE_SECONDS, to which every token gives back PER_TOKEN_SECONDS.
     """
 
     def __init__(

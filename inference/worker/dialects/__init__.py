@@ -1,9 +1,9 @@
 """Detects which family of chat templates a template belongs to.
 
 All parsers follow the same rules. White space next to a marker of reasoning or next to a call belongs to it and is
-dropped; other white space is kept. A call begins when its name is known and its arguments open with a brace; from then
-on the arguments are passed on as the model writes them. Until then all text is held back. Text that turns out not to be
-a call is content, including its markers.
+dropped; other white space is kept. A call begins when its name is known and its arguments open with a brace (or are a
+known substitute such as null); from then on the arguments are passed on as they arrive. Until then all text is held
+back. Text that turns out not to be a call is content, including its markers.
 """
 
 from __future__ import annotations

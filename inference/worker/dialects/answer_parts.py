@@ -94,8 +94,8 @@ class AnswerParser(Protocol):
 class PartCollector:
     """Collects the parts of an answer; adjacent parts of one kind are joined.
 
-    White space next to a border (a marker of reasoning, a call) is removed. Text before a possible border is therefore
-    held back while it ends in white space, and emitted at the end of the answer.
+    White space next to a border (a marker of reasoning, a call) is removed. White space that a border may follow is
+    therefore held back until other text follows, or the answer ends.
     """
 
     def __init__(self, holds: Collection[Kind]) -> None:

@@ -172,8 +172,8 @@ def needs_arranging(messages: Sequence[Message]) -> bool:
 def arranged(messages: Sequence[Message], roles: Roles) -> list[Message]:
     """The messages in an order that the template renders, with all texts.
 
-    Further system messages at the beginning are joined to the first one. A later system message that the template
-    does not render becomes part of the user's turn in its place, which leaves the prompt before it unchanged.
+    System messages that the template does not render are moved: those after a first one at the beginning are joined to
+    it, and a later one becomes part of the user's turn in its place, which leaves the prompt before it unchanged.
     """
     found: list[Message] = []
     is_moved = False  # whether the last message contains a system message

@@ -92,7 +92,7 @@ class Markers:
         return self._pattern.search(text, at)
 
     def unfinished(self, text: str, at: int) -> int:
-        """The start of a possible incomplete marker at the end of `text`; its length if there is none."""
+        """The start of a possible incomplete marker at the end of `text`; the length of `text` if there is none."""
         for start in range(max(at, len(text) - self._most), len(text)):
             if text[start] in self._starts and any(marker.startswith(text[start:]) for marker in self._texts):
                 return start
@@ -236,7 +236,7 @@ class Reader(ABC):
         return self.out.calls > count
 
     def give_back(self, kind: Kind = Content) -> None:
-        """Emits text that was read as plain text."""
+        """Emits the text that was remembered for backtracking, as plain text."""
         self.out.text(kind, "".join(self._read))
         self._read.clear()
 
@@ -362,7 +362,7 @@ class Reader(ABC):
         return _written(_loaded(_loaded(written, str).strip() or "{}", dict))
 
     def _value(self) -> Steps[tuple[str, bool]]:
-        """Reads a JSON object, array or string; returns whether it was complete."""
+        """Reads a JSON object, array or string; returns its text, and whether it was complete."""
         end, ended = ValueEnd(), False
         read: list[str] = []
         while not ended and (yield from self.more()):
@@ -394,7 +394,7 @@ class Reader(ABC):
 
 
 def _loaded(text: str, kind: type[T]) -> T:
-    """The JSON value in `text` of one of the types; raises NoCallError if there is none."""
+    """The JSON value in `text`; raises NoCallError if it has none, or one of another type than `kind`."""
     try:
         value = json.loads(text, strict=False)
         text.encode()

@@ -192,7 +192,10 @@ def _json(text: str, types: Collection[str]) -> str:
 
 
 def _is_json(text: str, types: Collection[str]) -> bool:
-    """Whether it is JSON of one of the types (none: any type), but not a quoted text, which is text with its quotes."""
+    """Whether `text` is JSON of one of `types`, or of any type if there are none.
+
+    If there are types, a quoted text does not count as JSON: it is a text with its quotes.
+    """
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):

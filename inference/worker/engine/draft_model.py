@@ -160,7 +160,10 @@ class DraftModel:
         return ready
 
     def _align(self, item: Candidate) -> int:
-        """Removes what is not of the candidate from its slot; returns how many of its tokens remain, but not all."""
+        """Removes other tokens than those of the candidate from its slot; returns how many of its tokens remain.
+
+        The last token of the candidate never remains, because its logits are needed.
+        """
         held = self._held[item.slot]
         known = held.agreed if held.job == item.job else 0
         same = known + common_prefix(held.tokens[known:], item.tokens[known:], len(item.tokens) - 1 - known)

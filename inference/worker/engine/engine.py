@@ -102,8 +102,8 @@ class Engine:
         store: SequenceStore | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """`store`: see `SequenceTransfers`. `speculation`: None for one token per sequence and step; otherwise the end
-        of a slot can be removed."""
+        """`store`: see `SequenceTransfers`. `speculation`: None for one token per sequence and step; another value
+        requires that the end of a slot can be removed."""
         self.counters = EngineCounters(clock)
         self.label_changes: deque[KvLabels] = deque()
         """See `KvLabels`; the reader removes them."""
@@ -348,7 +348,7 @@ class Engine:
         return True
 
     def _note_restore(self, running: _Running, row: Row) -> None:
-        """Adds what the first `row` of a choice need not compute to the ticket."""
+        """Adds to the ticket what a choice, whose first row is `row`, did not have to compute."""
         if row.start and (tier := self._scheduler.restored(row.job)) is not None:
             seconds = self._transfers.seconds_of(row.slot, tier)
             running.ticket.restored.append(Restored(tier, row.start, 1000 * seconds, running.generation.choice))

@@ -21,7 +21,8 @@ _IDLE_SECONDS = 5.0
 
 
 class EngineThread:
-    """Calls `iterate` again while it returns True, sleeps until `wake` otherwise, and calls `end` at the end.
+    """Calls `iterate` again and again: at once after True, otherwise after `wake`, after the time of `rest` or after
+    _IDLE_SECONDS. Calls `end` at the end.
 
     After giving up it calls `end` at every `wake` until `stop`, so that requests that arrive in this time also end.
     """

@@ -62,7 +62,7 @@ class Work:
     def jobs(
         self, ids: Sequence[int], arrival: float, message_starts: Callable[[Sequence[int]], Sequence[int]] | None = None
     ) -> list[Job]:
-        """One job per answer, in the order of choices. Jobs of one prompt share its computed cells.
+        """One job per answer, in the order of choices. Jobs of one prompt share its computed cells unless it is scored.
 
         `message_starts` returns the positions in a prompt at which a message begins.
         """
@@ -105,7 +105,7 @@ class QueueEstimate:
     def queue_full(self, requested: int, room: int) -> WorkerError:
         """The error for `requested` sequences where the queue has `room` for fewer.
 
-        `retry_after` is None until a sequence has ended.
+        `retry_after` is None until a sequence has ended, and for a request that never fits.
         """
         slots, queue = self._limits.slots, self._limits.queue
         if requested > queue + slots:

@@ -41,11 +41,11 @@ class NgramLookup:
         self._wrong = 0  # tokens that differed since the last one that was as expected
 
     def propose(self, tokens: array[int], most: int) -> Sequence[int]:
-        """At most `most` tokens (at least 1) that may follow `tokens`; empty if nothing like their end occurs earlier.
+        """At most `most` (1 or more) tokens that may follow `tokens`; empty if nothing like their end occurs earlier.
 
         `tokens` are those of the last call with more at their end. An earlier text is followed as long as it is right.
-        A continuation that reaches the end of `tokens` repeats itself. It ends before an image, whose tokens are
-        negative.
+        A continuation that reaches the end of `tokens` repeats itself. The proposal ends before an image, whose tokens
+        are negative.
         """
         count = len(tokens)
         if count > len(self._table):

@@ -151,7 +151,7 @@ class Outbox:
         self._ready.append((ticket, output))
 
     def hold(self, ticket: Ticket[Output], output: Output, due: float) -> bool:
-        """Keeps an output until `due`, or until the next `put` of its choice.
+        """Keeps an output until `release` moves it (by `due` at the latest) or the next `put` of its choice.
 
         Returns False if the output was joined with one that already waits.
         """

@@ -99,7 +99,8 @@ _by_slot = attrgetter("slot")
 
 
 class Scheduler:
-    """The state. Each call of `plan` that returns rows requires exactly one of `computed`, `no_room` or `failed`."""
+    """The state. Each call of `plan` that returns rows requires exactly one of `computed`, `no_room`,
+    `not_restored` or `failed`; `failed` may also follow `computed`."""
 
     def __init__(self, limits: Limits, catalog: Catalog | None = None) -> None:
         """`catalog`: the sequences outside the context; None if there is no store for them."""
@@ -167,7 +168,10 @@ class Scheduler:
 
     # --- events ------------------------------------------------------------------------------------------------------
     def submit(self, jobs: Sequence[Job]) -> bool:
-        """Queues all of `jobs`. Returns False and queues none if `room` is too small for them."""
+        """Queues all of `jobs`. Returns False and queues none if `room` is too small for them.
+
+        Raises ValueError for a job that is invalid.
+        """
         if len(jobs) > self.room:
             return False
         for job in jobs:
@@ -202,7 +206,7 @@ class Scheduler:
             self._has_begun(run)
 
     def finish(self, job: int) -> None:
-        """Ends a complete `job`; its slot retains its tokens."""
+        """Ends a complete `job`; its slot retains its tokens, unless the hint of the job is `drop`."""
         run = self._runs[job]
         if run.deadline is not None:
             self._has_begun(run)
@@ -230,7 +234,7 @@ class Scheduler:
     def plan(self, now: float, prefill_budget: int, transfers: int = 1, propose: Propose | None = None) -> Step:
         """The next step: one token of each decoding job, and at most `prefill_budget` (at least 1) prompt tokens.
 
-        Before it at most `transfers` sequences are stored or loaded.
+        Before the step at most `transfers` sequences are stored or loaded.
 
         The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if more
         prompts than streams wait. A step without prompts also computes the tokens that `propose` returns; it requires

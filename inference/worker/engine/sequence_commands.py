@@ -55,7 +55,10 @@ def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None)
 
 
 def pin(scheduler: Scheduler, transfers: SequenceTransfers, ids: Collection[str], seconds: float) -> int:
-    """Keeps sequences for `seconds` from now; returns how many were found. Those in slots only are stored first."""
+    """Pins sequences for `seconds` from now; returns how many were found.
+
+    Those that are only in slots are stored first, unless a request uses them.
+    """
     if (store := transfers.store) is None:
         return 0
     for slot in scheduler.slots.held():

@@ -19,10 +19,10 @@ IDLE_SECONDS = 0.2
 """After so long without a step retained sequences are stored. The next prompt of an agent comes earlier."""
 
 AHEAD_SHARE = 0.02
-"""The share of the time that is spent with storing sequences while others run."""
+"""The largest share of the time that is spent with storing sequences while others run."""
 
 LAST = 8
-"""The longest of this number of transfers is the expected time of the next one."""
+"""The expected time of a transfer is that of the longest one of this number of last transfers."""
 
 SHORTEST_SECONDS = 0.001
 """The least expected time of a transfer."""
@@ -59,7 +59,7 @@ class SequenceTransfers:
     def ahead(self, operations: Sequence[Operation]) -> None:
         """Stores a retained sequence while others run, if slots are scarce and no job waits for one.
 
-        `operations` were performed before the next batch. If a sequence was stored or loaded, no other one is.
+        `operations` were performed before the next batch. If they store or load a sequence, nothing is stored here.
         """
         self._idle_since = None
         if self.store is None or (began := self._clock()) < self._again_at:
@@ -74,7 +74,7 @@ class SequenceTransfers:
     def idle(self) -> float | None:
         """Stores a retained sequence if the engine has been idle for a while.
 
-        Returns the seconds until it is to be called again, None if all sequences are stored.
+        Returns the seconds until it is to be called again, None if nothing is left that can be stored.
         """
         if self.store is None:
             return None
@@ -91,7 +91,7 @@ class SequenceTransfers:
             pass
 
     def store_one(self) -> bool:
-        """Stores a retained sequence; returns False if all are stored."""
+        """Stores a retained sequence; returns False if all are stored, or none can be stored at present."""
         if self.store is None or not self.store.enabled or (operation := self._scheduler.slots.store_one()) is None:
             return False
         self.save(operation)

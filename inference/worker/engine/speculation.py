@@ -70,8 +70,8 @@ class ProposalSource(Protocol):
         ...
 
     def propose(self, candidates: Sequence[Candidate]) -> Sequence[Sequence[int]]:
-        """Up to `most` next tokens of each candidate, which may be 0. A job has the tokens of its last call with more
-        at their end."""
+        """Up to `most` (0 or more) next tokens of each candidate. A job has the tokens of its last call with more at
+        their end."""
         ...
 
     def behind(self, candidate: Candidate) -> int:

@@ -64,7 +64,7 @@ class Verification:
             self._speculation.note_drawn(row.job, drawn)
 
     def remove_rejected(self, step: Step) -> None:
-        """Removes the proposals that were not drawn from their slots."""
+        """Removes from the slots the proposals that were not drawn."""
         for row in step.rows if step.proposed else ():
             if row.proposed and (kept := self._scheduler.slots.computed(row.slot)) < row.start + len(row.tokens):
                 self._backend.remove(row.slot, kept)

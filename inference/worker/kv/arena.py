@@ -176,9 +176,10 @@ class Arena:
             _madvise(region.address + start, at + count - start, _POPULATE_READ)
 
     def prepare(self, count_bytes: int, max_spare: int) -> None:
-        """Makes a spare region of this size, unless there is one, and trims the others to `max_spare` in total.
+        """Makes a spare region of at least this size, unless there is one or it exceeds `max_spare`, and releases other
+        spare regions, so that all together have at most `max_spare` bytes.
 
-        Without memory there is none.
+        If the system has no memory for the region, none is made.
         """
         size = rounded(count_bytes)
         makes = size <= max_spare and not any(region.size >= size for region in self._spare.copy())
@@ -202,7 +203,7 @@ class Arena:
             region.is_ready = True
 
     def remove(self, region: Region) -> None:
-        """Marks an entry as removed. Its memory is to be released, which takes as long as a copy."""
+        """Marks an entry as removed. The caller has to `release` its memory later, which takes as long as a copy."""
         set_progress(region.view, Progress.REMOVED)
 
     def release(self, region: Region, *, spare: bool = False) -> None:

@@ -16,7 +16,7 @@ Job = Callable[[], Apply | None]
 
 
 class BackgroundJobs:
-    """Jobs of one owner, run in order on a thread. `on_result` is called there when there is something to apply."""
+    """Jobs of one owner, run in order on a thread, which calls `on_result` when `apply` has something to do."""
 
     def __init__(self, name: str, on_result: Callable[[], None]) -> None:
         self._on_result = on_result
@@ -38,7 +38,7 @@ class BackgroundJobs:
                 log.exception("internal error: a result of the sequence store could not be applied")
 
     def close(self, seconds: float) -> bool:
-        """Ends the thread behind the queued jobs; returns whether it ended within `seconds`."""
+        """Ends the thread after the queued jobs; returns whether it ended within `seconds`."""
         self._jobs.put(None)
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()

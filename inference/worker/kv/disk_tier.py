@@ -116,7 +116,7 @@ class DiskTier:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is written for a while because of an error."""
+        """Whether nothing is written for a while because of an error or a slow write."""
         return self._ticks() < self._paused_until
 
     def name_of(self, sequence: StoredSequence) -> str:
@@ -179,7 +179,7 @@ class DiskTier:
             os.close(handle)
 
     def find(self) -> Iterator[FoundEntry | None]:
-        """The files of this model, the last used first. An invalid file is removed with a log line and yields None."""
+        """The files of this model, the last used first. Yields None for an unusable file, after `discard`."""
         for file in sorted(self._files(self._own), reverse=True):
             if not file.path.endswith(ENTRY):
                 continue
@@ -209,7 +209,7 @@ class DiskTier:
             self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a directory in its place, if it can be."""
+        """Removes a file, or a directory in its place, if possible."""
         path = self._own / name
         try:
             path.unlink()
@@ -373,7 +373,7 @@ class DiskTier:
         return freed > 0
 
     def _remove_oldest(self, files: Sequence[_File], count_bytes: int, removed: list[str]) -> int:
-        """Removes the oldest entries until `count_bytes` are free. Returns the bytes of the removed entries."""
+        """Removes the oldest entries until they had `count_bytes`. Returns the bytes of the removed entries."""
         freed = 0
         for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
             if freed >= count_bytes:

@@ -1,7 +1,7 @@
 """The format of a stored sequence, the same in host memory and in a file.
 
     header      HEADER_BYTES   mark with the version, progress, sizes, checksums, times
-    metadata    JSON           key, tenant, checkpoints, priority, compute time, whether it is to be kept, labels
+    metadata    JSON           key, tenant, checkpoints, priority, compute time, uses, hint `keep`, labels
     tokens      int32 each
     state       of llama.cpp   whole sequence
     checkpoints of llama.cpp   one partial state each
@@ -108,7 +108,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """All of an entry except its states. The flags of `sequence` for its places are not set.
+    """All of an entry except its states. Its places (`in_ram`, `on_disk`) are not set in `sequence`.
 
     `partial_at`: where the part of the state begins that a checkpoint has; 0 if there is none.
     """
@@ -176,7 +176,7 @@ def blank_header(all_bytes: int) -> bytes:
 
 
 def set_states_sum(head: bytearray, states_sum: int) -> None:
-    """Sets the checksum of the states, which was computed with `StatesSum`."""
+    """Sets the checksum of the states, which was computed with `StatesSum`, and then the checksum of the head."""
     _SUM.pack_into(head, _STATES_SUM_AT, states_sum)
     _SUM.pack_into(head, _HEAD_SUM_AT, _head_sum(head))
 

@@ -1,7 +1,7 @@
 """Which labels of prompts the sequences of a model have.
 
-A label is a hash of the beginning of a prompt, which the client gives. A sequence has it as long as it has all tokens
-of that prompt.
+A label is a hash of the beginning of a prompt, which the gateway gives. A sequence has a label as long as it has all
+tokens of the prompt that came with the label.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ MAX_OF_A_SEQUENCE = 128
 
 
 def with_labels(labels: Mapping[str, int], more: Iterable[str], tokens: int) -> Mapping[str, int]:
-    """The labels of a sequence, each with the number of its tokens, after a prompt with `tokens` tokens and `more`."""
+    """The labels of a sequence after a prompt with `tokens` tokens and the labels `more`.
+
+    Each label has the number of tokens of the first prompt that came with it.
+    """
     merged = {**labels, **{label: labels.get(label, tokens) for label in more}}
     return dict(list(merged.items())[-MAX_OF_A_SEQUENCE:])
 

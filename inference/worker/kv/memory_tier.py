@@ -23,7 +23,7 @@ TRANSIT_BYTES = 2**28
 """Host memory beyond the limit for sequences that are being written to disk or were read from it; a single sequence
 may be larger than this."""
 SPARE_SHARE = 4
-"""Memory for the next sequence is prepared if at least this number of them fits into the limit."""
+"""Memory for the next sequence is prepared if the limit has room for at least this number of such sequences."""
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +226,7 @@ class MemoryTier:
     def prepare(self, newest: Stored) -> None:
         """Evicts ahead and prepares memory in the background, so that the next save or fetch only copies.
 
-        It is expected to be as large as `newest`.
+        The next sequence is expected to be as large as `newest`.
         """
         size = rounded(newest.sizes.all_bytes)
         if SPARE_SHARE * size > self.limit_bytes:
@@ -236,10 +236,10 @@ class MemoryTier:
         self._jobs.add(lambda: self.arena.prepare(size, max_spare))
 
     def _make_room(self, size: int, stored: Stored, *, may_pass: bool) -> bool:
-        """Evicts others so that `size` bytes fit. Returns whether they do.
+        """Evicts others so that `size` bytes fit. Returns whether they fit, or may exceed the limit for a while.
 
-        Where they do not, because the sequence is larger than the limit or others are being written, it can pass
-        through host memory to or from the disk if it `may_pass`, and is not kept there.
+        A sequence that does not fit, because it is larger than the limit or others are being written, can pass through
+        host memory to or from the disk if it `may_pass`. It is not kept in host memory.
         """
         if size <= self.limit_bytes:
             self.shrink(self.limit_bytes - size)

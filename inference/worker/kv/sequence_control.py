@@ -13,8 +13,8 @@ class SequenceRow:
     """A sequence without its text.
 
     `id`: a hash of its tokens and its tenant in hexadecimal, the same in all tiers. `tiers`: where it is, of `hot`,
-    `ram` and `disk`. `bytes`: what it takes in one tier. `idle_seconds`: since its last use. `hits`: how often it was
-    restored. `pinned_until`: Unix time; None without a pin.
+    `ram` and `disk`. `bytes`: what it takes in one tier, 0 in a slot of an engine without a store. `idle_seconds`:
+    since its last use. `hits`: how often it was restored. `pinned_until`: Unix time; None without a pin.
     """
 
     id: str
@@ -30,7 +30,7 @@ class SequenceRow:
 class SequenceControl(Protocol):
     """Runs the requests of operators on the engine thread between two steps. Thread-safe.
 
-    An engine that ends fails the futures with its WorkerError. The caller may cancel a future that takes too long.
+    After the engine has ended, a future gets no result. The caller may cancel a future that takes too long.
     """
 
     def kv_sequences(self) -> Future[Sequence[SequenceRow]]:
@@ -38,12 +38,12 @@ class SequenceControl(Protocol):
         ...
 
     def clear_kv(self, tenant: str | None) -> Future[int]:
-        """Removes sequences that no request uses from all tiers, pinned ones too; their number.
+        """Removes sequences that no request uses from all tiers, pinned ones too; the result is their number.
 
         `tenant`: only those of this tenant.
         """
         ...
 
     def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
-        """Keeps sequences for `seconds` from now, 0 ends their pins; the number of those that were found."""
+        """Pins sequences for `seconds` from now; 0 ends their pins. The result is the number of sequences found."""
         ...

@@ -22,7 +22,7 @@ FileKeys = list[list[Any]]
 
 
 def file_keys(files: Fingerprint, copies: Mapping[str, str] | None = None) -> FileKeys:
-    """What identifies the files of a model. `copies`: where the content of a path is read instead, if not there.
+    """What identifies the files of a model. `copies`: for some paths, another path from which the content is read.
 
     Files have names and no inodes, so that a new container of the same image finds its sequences. Modification times
     are not enough, because images and archives may give the same one to all files.

@@ -27,7 +27,7 @@ class SequenceStore(Protocol):
         ...
 
     def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
-        """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if there is no room.
+        """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if it is not stored.
 
         `checkpoints` belong to `sequence.checkpoints`; those without a state are left out.
         """
@@ -36,12 +36,14 @@ class SequenceStore(Protocol):
     def load(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Restores a sequence that is in host memory into the empty `slot` and fills the states of `checkpoints`.
 
-        If that fails, the slot is empty, the sequence is removed from the catalog, and the result is False.
+        If that fails, the slot is empty and the result is False. A sequence whose state is rejected is removed from
+        the catalog; one that has left host memory may still be on disk.
         """
         ...
 
     def fetch(self, sequence: StoredSequence) -> None:
-        """Begins to read a sequence from disk. It is `fetching` until it is in host memory or was removed."""
+        """Begins to read a sequence from disk. It is `fetching` until it is in host memory, was removed, or took too
+        long."""
         ...
 
     def run(self) -> None:
@@ -49,7 +51,7 @@ class SequenceStore(Protocol):
         ...
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
-        """Keeps `sequences` until the Unix time `until`."""
+        """Pins `sequences` until the Unix time `until`: those without a pin are removed first."""
         ...
 
     def drop(self, sequences: Collection[StoredSequence]) -> None:
@@ -57,7 +59,7 @@ class SequenceStore(Protocol):
         ...
 
     def limit(self, ram_bytes: int) -> None:
-        """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
+        """Sets the limit of host memory; sequences beyond it are removed, or stay only on disk if they are there."""
         ...
 
     def slot_bytes(self, slot: int) -> int:

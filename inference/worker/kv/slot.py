@@ -42,9 +42,9 @@ class Slot:
 
     `checkpoints` are in the order of their positions. `oldest` and `freed` bound which tokens the window layers have:
     the position from which on they were complete when the slot was filled, and the cells that were freed since.
-    `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when it was to be stored
-    last; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last job.
-    `restored`: where the tokens were that its present job did not compute. `labels`: as of a stored sequence.
+    `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when storing it
+    was last tried; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last
+    job. `restored`: where the tokens were that its present job did not compute. `labels`: as of a stored sequence.
     """
 
     number: int

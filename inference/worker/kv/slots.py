@@ -264,7 +264,10 @@ class Slots:
         self._emptied(slot)
 
     def save(self, slot: Slot) -> None:
-        """Takes a checkpoint of the present state, unless an earlier one is near. Replaces the least useful one."""
+        """Takes a checkpoint of the present state, unless an earlier one is near.
+
+        A slot with the maximum number of checkpoints drops its least useful one.
+        """
         kept = slot.checkpoints
         last = kept[-1].position if kept else 0
         if (
@@ -280,7 +283,7 @@ class Slots:
         self._operations.append(Save(slot.number, kept[-1]))
 
     def _dispensable(self, slot: Slot) -> tuple[bool, int, bool, int]:
-        """Sort key; the smallest slot is assigned first: an empty one, else the least recently used one.
+        """Sort key; the slot with the smallest key is assigned first: an empty one, else the least recently used one.
 
         Among empty slots a neighbor of a taken slot comes first, because llama.cpp computes neighbors together.
         """
@@ -293,7 +296,10 @@ class Slots:
         return sum([other.taken for other in beside if other is not slot])
 
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
-        """A free slot with more taken neighbors than `target`, or None if there is none or a move costs too much."""
+        """A free slot with more taken neighbors than `target`.
+
+        None if there is none, if a move costs too much, or if the slots share a pool.
+        """
         if not self._limits.can_trim or self._limits.min_copied > MAX_MOVED or self._limits.cells:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
@@ -379,7 +385,7 @@ class Slots:
         return is_arriving and is_worth_it and any(other.taken for other in self._slots)
 
     def _has_no_window(self, slot: Slot) -> bool:
-        """Whether it is a copy whose window cells come with the next batch and are not usable before."""
+        """Whether `slot` is a copy whose window cells come with the next batch and are not usable before."""
         return self._limits.window > 0 and slot.number in self._arriving
 
     def forget(self, tenant: str | None = None) -> int:
@@ -397,7 +403,8 @@ class Slots:
         return max(slot.oldest, slot.computed + slot.freed - self._limits.window_cells)
 
     def _holds_only(self, slot: Slot, oldest: int) -> None:
-        """Records that the window layers have the tokens from `oldest` on, and that their next token may overwrite."""
+        """Records that the window layers have the tokens from `oldest` on, and that the next token overwrites the first
+        of them."""
         if self._limits.window:
             slot.oldest, slot.freed = oldest, self._limits.window_cells - (slot.computed - oldest)
 
@@ -428,7 +435,10 @@ class Slots:
         self._operations.append(Restore(slot.number, checkpoint))
 
     def _go_back(self, slot: Slot, count: int, checkpoint: Checkpoint | None) -> None:
-        """Makes `slot` hold its first `count` tokens. They get a checkpoint, because later prompts may depart here."""
+        """Makes `slot` hold its first `count` tokens.
+
+        They get a checkpoint unless they come from one, because later prompts may depart here.
+        """
         if checkpoint is not None:
             self._restore(slot, checkpoint)
         else:

@@ -40,7 +40,8 @@ FOUND_AT_A_TIME = 16
 LOCK_SECONDS = 0.05
 """Interval of the attempts to take an arena that another worker of the model still uses."""
 FIND_SECONDS = 0.05
-"""A load waits so long until the files are found, the last used first, so that its first request can continue them."""
+"""The load of a model waits at most this long until the files are found, the last used first, so that the first request
+can continue them."""
 FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
@@ -111,7 +112,7 @@ class TieredStore:
         return self._disk is not None and not self._disk.is_paused
 
     def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
-        """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if there is no room.
+        """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if it is not stored.
 
         Sequences with images are not saved, because the numbers of images are valid in this process only.
         """
@@ -152,7 +153,8 @@ class TieredStore:
     def load(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Restores a sequence that is in host memory into the empty `slot` and fills the states of `checkpoints`.
 
-        If that fails, the slot is empty, the sequence is removed from the catalog, and the result is False.
+        If that fails, the slot is empty and the result is False. A sequence whose state is rejected is removed from
+        the catalog; one that has left host memory may still be on disk.
         """
         began = time.perf_counter()
         stored = self._stored.get(sequence)
@@ -213,7 +215,7 @@ class TieredStore:
         self._memory.end_transit()
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
-        """Keeps `sequences` until the Unix time `until`."""
+        """Pins `sequences` until the Unix time `until`: those without a pin are removed first."""
         for sequence in sequences:
             if (stored := self._stored.get(sequence)) is not None:
                 sequence.pinned_until = until
@@ -226,7 +228,7 @@ class TieredStore:
                 self._remove(stored)
 
     def limit(self, ram_bytes: int) -> None:
-        """Sets the limit of host memory; sequences beyond it are moved to disk or removed."""
+        """Sets the limit of host memory; sequences beyond it are removed, or stay only on disk if they are there."""
         self.run()
         self._memory.limit(ram_bytes)
 
@@ -240,7 +242,7 @@ class TieredStore:
 
     # --- the life of the store ----------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Finds the sequences of earlier workers, now or when the worker ends that still uses them."""
+        """Finds the sequences of earlier workers, now or as soon as a worker that still uses them ends."""
         try:
             is_free = self._memory.arena.open()
         except OSError as error:
@@ -353,7 +355,7 @@ class TieredStore:
         self._catalog.add(stored.sequence)
 
     def _forget(self, stored: Stored) -> None:
-        """Removes a sequence from the catalog and from host memory."""
+        """Removes a sequence from the catalog and from host memory. Its file stays in the directory, uncounted."""
         self._stored.pop(stored.sequence, None)
         self._catalog.remove(stored.sequence)
         self._memory.leave(stored)
@@ -507,7 +509,7 @@ class TieredStore:
         self._memory.prepare(stored)
 
     def _not_fetched(self, stored: Stored, failure: Exception | None) -> None:
-        """A file that is damaged or gone is removed; without memory it stays."""
+        """Removes a file that is damaged, and forgets one that is gone; if memory was lacking, the file stays."""
         if isinstance(failure, MemoryError) or self._stored.get(stored.sequence) is not stored:
             log.warning("a stored sequence could not be read, its prompt is computed again: %s", failure)
         elif isinstance(failure, FileNotFoundError):
@@ -523,7 +525,10 @@ class TieredStore:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
     def _replaces(self, sequence: StoredSequence) -> bool:
-        """Whether the same entry is in host memory already. `sequence` then takes its place in the catalog."""
+        """Whether the same entry is in host memory already. `sequence` then takes its place in the catalog.
+
+        If the present entry is worse, or only on disk, it is removed instead, and the result is False.
+        """
         same = self._catalog.same(sequence.tokens, sequence.tenant)
         if same is None:
             return False
@@ -548,7 +553,7 @@ class TieredStore:
     def _remove_prefixes(self, sequence: StoredSequence, *, with_files: bool) -> None:
         """Removes sequences that `sequence` continues, if its end can be removed instead: they are never better.
 
-        Their files stay until `sequence` has one.
+        Pinned ones stay, and those that are being read. Without `with_files`, those with a file leave host memory only.
         """
         if not self._states.can_trim:
             return

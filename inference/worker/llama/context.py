@@ -186,7 +186,7 @@ class Context:
             _seq_cp(self.memory, source, target, 0, count)
 
     def save(self, slot: int) -> np.ndarray | None:
-        """The recurrent state and the window cells of `slot`, for `restore`; None if there is no memory for them."""
+        """The recurrent state and the window cells of `slot`, for `restore`; None if that fails, as without memory."""
         try:
             state = np.empty(sequence_state.count_bytes(self.handle, slot, partial=True), np.uint8)
         except MemoryError:

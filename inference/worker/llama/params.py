@@ -82,8 +82,8 @@ def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False
     inputs of different lengths in one batch.
 
     `n_outputs_max` reserves logits for one row per sequence and for scoring; the default of llama.cpp is a whole batch
-    times the vocabulary. A pooled input must fit into one physical batch, so both batch sizes are the context length,
-    unless inputs can be computed in pieces (`in_pieces`).
+    times the vocabulary. A pooled input must fit into one physical batch, so both batch sizes are at least the context
+    length, unless inputs can be computed in pieces (`in_pieces`).
     """
     params = lib.llama_context_default_params()
     params.n_ctx = grant.kv_cells or grant.context_length * grant.parallel

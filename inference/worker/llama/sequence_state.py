@@ -53,7 +53,7 @@ def partial_at(context: Any, slot: int) -> int:
 
 
 def streams(state: np.ndarray) -> int:
-    """The number of streams that the attention cache of the context had, from a state (uint8) that begins with it."""
+    """The number of streams of the attention cache with which `state` (uint8) begins."""
     return int.from_bytes(state[_HEAD_BYTES : _HEAD_BYTES + 4].tobytes(), "little")
 
 

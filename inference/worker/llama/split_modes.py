@@ -17,7 +17,7 @@ from inference.worker.llama import ggml_library
 from inference.worker.llama.binding import lib
 
 META = "Meta("
-"""The begin of the names of buffers that several devices share in mode `tensor`."""
+"""The beginning of the names of buffers that several devices share in mode `tensor`."""
 ROWS = "_Split"
 """The end of the names of buffers that several devices share in mode `row`, such as `SYCL_Split`."""
 _STATE = "_Z33llama_meta_device_get_split_statePK11ggml_tensorPv"
