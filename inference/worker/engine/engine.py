@@ -169,11 +169,11 @@ class Engine:
         return self._asked(lambda: sequence_commands.rows(self._scheduler, self._transfers.store, self._clock()))
 
     def clear_kv(self, tenant: str | None) -> Future[int]:
-        """Removes sequences that no request uses."""
+        """Removes stored sequences, and those in slots that no request uses."""
         return self._asked(lambda: sequence_commands.clear(self._scheduler, self._transfers.store, tenant))
 
     def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
-        """Keeps sequences for `seconds` from now."""
+        """Pins sequences for `seconds` from now."""
         return self._asked(lambda: sequence_commands.pin(self._scheduler, self._transfers, ids, seconds))
 
     def wake(self) -> None:

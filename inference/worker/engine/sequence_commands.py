@@ -44,7 +44,7 @@ def rows(scheduler: Scheduler, store: SequenceStore | None, now: float) -> Seque
 
 
 def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None) -> int:
-    """Drops the sequences that no request uses, of `tenant` or of all; returns how many."""
+    """Drops stored sequences and those in slots that no request uses, of `tenant` or of all; returns how many."""
     free = {_slot_id(slot) for slot in scheduler.slots.held() if not slot.taken and tenant in (None, slot.tenant)}
     scheduler.slots.forget(tenant)
     if store is not None:

@@ -38,9 +38,9 @@ class SequenceControl(Protocol):
         ...
 
     def clear_kv(self, tenant: str | None) -> Future[int]:
-        """Removes sequences that no request uses from all tiers, pinned ones too; the result is their number.
+        """Removes stored sequences, pinned ones too, and those in slots that no request uses.
 
-        `tenant`: only those of this tenant.
+        The result is their number. `tenant`: only those of this tenant.
         """
         ...
 
