@@ -218,8 +218,8 @@ def _clear(authority: Authority, key: str | None = None) -> list[dict[str, Any]]
 async def preload(
     authority: Authority, names: Sequence[str], priority: Priority = Priority.NORMAL, seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """One result per name, in order: `model`, `loaded`, `state`, `devices`, `seconds` (duration), and `error` (the
-    error object) if it was not loaded. Each load waits at most `seconds`.
+    """One result per different name, in order: `model`, `loaded`, `state`, `devices`, `seconds` (duration), and `error`
+    (the error object) if it was not loaded. Each load waits at most `seconds`.
     """
     return await asyncio.gather(*(_one(authority, name, priority, seconds) for name in dict.fromkeys(names)))
 

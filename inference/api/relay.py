@@ -1,7 +1,7 @@
 """The hot path: passes a request to the worker of its model and relays the answer as bytes.
 
 The body is read once; only `model` and `stream` are decoded. When the client disconnects, the worker's request ends at
-once. If the model is not ready, a stream begins after FIRST_COMMENT_SECONDS with progress comments; errors before that
+once. If the model is not ready, a stream begins after COMMENT_SECONDS with progress comments; errors before that
 have an HTTP status, later ones are error frames.
 """
 

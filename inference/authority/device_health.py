@@ -1,7 +1,8 @@
 """The state machine of a device's health: `step(health, seen, now, drain_seconds)` returns the new state and effects.
 
-TABLE has the transitions; an event without a transition changes nothing. `step` adds the times: when to read again and
-how long to wait. The effects that give up the models of a device and request a restart happen once per incident.
+TABLE has the transitions; an event without a transition does not change the state. `step` adds the times: when to read
+again and how long to wait. The effects that give up the models of a device and request a restart happen once per
+incident.
 
 An unusable device is read again after a tenth of the time since the incident began, within FIRST_READ_SECONDS and
 LAST_READ_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
@@ -38,7 +39,7 @@ class HealthEvent(StrEnum):
 
     UNREADABLE = "unreadable"
     TRIAL_NEEDED = "trial needed"
-    """a worker ended with the loss of the device, no process can reach it, or an operator requested a trial"""
+    """a worker hung or ended with the loss of the device, no process can reach it, or an operator requested a trial"""
     CLEARED = "cleared"
     """readable again, without problems"""
     DEGRADED = "degraded"
@@ -50,7 +51,7 @@ class HealthEvent(StrEnum):
     OVERDUE = "overdue"
     """the time of the state is over"""
     TRIAL_ALLOWED = "trial allowed"
-    """a new reading allows a trial"""
+    """a new reading allows a trial, or an operator requested it"""
     TRIAL_PASSED = "trial passed"
     COMPUTES = "computes"
     """a trial passed, but the device is unreadable"""
@@ -147,7 +148,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """A reason for a trial, in `note`: a worker ended with the loss of the device, or an operator requested it."""
+    """A reason for a trial, in `note`: a worker hung or ended with the loss of the device, or an operator wants it."""
 
     note: str
 

@@ -234,7 +234,7 @@ class TrimWorkers:
 # --- measuring and learning ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measure a model (`Estimated`); `capacities` is the capacity for models on each device."""
+    """Measure a model (`Estimated`); `capacities` are the budgets of the devices."""
 
     key: EstimateKey
     devices: tuple[Reading, ...]

@@ -44,7 +44,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The newest readings of the probes, and the current stamps of models' files; the result of `Observe`."""
+    """The newest readings of the probes, and the current stamps of models' files: the result of `Observe`. Before
+    figures are shown it comes without stamps.
+    """
 
     readings: tuple[Reading, ...]
     files: Mapping[str, Fingerprint] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class Issuer(Protocol):
 
 
 class Lease:
-    """The right to send one request to a worker; `release` exactly once (later calls do nothing)."""
+    """The right to send one request to a worker, until `release`; later calls of it do nothing."""
 
     def __init__(
         self, authority: Issuer, record: LeaseRecord, process: WorkerProcess, devices: tuple[str, ...]
@@ -53,7 +53,7 @@ class Lease:
 
     @property
     def alone(self) -> bool:
-        """Whether the worker had no other request since this one began, until its end."""
+        """Whether this request keeps others out of the worker; after the end of the worker, whether it did so then."""
         if self._was_alone is not None:
             return self._was_alone
         worker = self._authority.state.workers.get(self.record.worker)

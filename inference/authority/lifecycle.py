@@ -141,7 +141,7 @@ class Reason(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the model must be evicted even if no other model needs its memory any more."""
+        """Whether the model must leave in any case: the reason replaces one that is not final."""
         return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE)
 
 

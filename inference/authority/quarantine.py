@@ -102,7 +102,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The cases of one model by request key, oldest first. `in_a_row`: requests confirmed since the last answer."""
+    """The cases of one model by request key, in the order of their last crash. `in_a_row`: requests confirmed since the
+    last answer.
+    """
 
     cases: Mapping[str, Case] = field(default_factory=dict)
     in_a_row: tuple[str, ...] = ()

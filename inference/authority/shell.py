@@ -167,7 +167,7 @@ class Authority:
                 self._tasks.start(work)
 
     async def reached(self, probe: Callable[[State], bool]) -> None:
-        """Returns once `probe` is true of the state. It is evaluated after each step."""
+        """Returns once `probe` is true of the state, now or after an event. Raises the errors of the probe."""
         if not probe(self._state):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append((probe, future))
@@ -316,8 +316,8 @@ class Authority:
         applies to the first attempt only. With `any_replica` the id of a model stands for all its replicas;
         requests with the same `conversation` get the same one if possible. Without `evicts` no other model is
         evicted: if it does not fit into free memory, the ticket fails with the numbers. Waits at most `seconds`
-        and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises ShuttingDown, QueueFull and ModelNotFound; the ticket
-        raises later errors.
+        and INFERENCE_ACQUIRE_TIMEOUT_SECONDS. Raises an error that is known at once, such as ShuttingDown,
+        QueueFull and ModelNotFound; the ticket raises later errors.
         """
         ticket = Ticket(self, self._number())
         self._tickets[ticket.id] = ticket
@@ -375,7 +375,7 @@ class Authority:
             self._commands.pop(id, None)
 
     def reload(self, config: InferenceConfig) -> list[str]:
-        """Applies another configuration; returns the differences, one sentence each. The listening address stays."""
+        """Applies another configuration, except settings in AT_START; returns the differences, one sentence each."""
         found = configuration.differences(self._state, config)
         self.dispatch(events.SettingsChanged(config))
         return found

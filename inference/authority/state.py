@@ -46,7 +46,7 @@ SIMULATED = frozenset({"sim"})
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One device, in MiB of 2**20 bytes. `free_mb` is unused; `ours_mb` is booked for models, in any phase."""
+    """One device, in MiB of 2**20 bytes. `free_mb` is not in use; `ours_mb` is booked for models, in any phase."""
 
     used_mb: float
     free_mb: float
@@ -109,7 +109,7 @@ class TimerKind(StrEnum):
     PERIODIC = "periodic"
     TICKET = "ticket"
     ALONE = "alone"
-    """end of the time for a request that runs alone"""
+    """end of the time for a request that runs alone, or waits to"""
     STOP = "stop"
     """end of the time for running requests of a leaving model"""
     WARM_POOL = "warm pool"
@@ -198,7 +198,7 @@ class SuspendedDevice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker process, from its reservation until it has ended. `holding` is its present id in the ledger."""
+    """One worker process, from its reservation until it has ended. `holding` is the id of its present holding."""
 
     id: str
     model: str
@@ -386,7 +386,7 @@ class ModelRecord:
 class Return:
     """Memory of an ended worker that its devices do not show as free yet.
 
-    `foreign`: foreign use of each device before. The readings from number `awaited_read` on decide.
+    `foreign`: foreign use of each device when the worker ended. The readings from number `awaited_read` on decide.
     """
 
     worker: str
@@ -596,7 +596,7 @@ class State:
         return any(key.spec.id == spec.id and key.spec == spec for key in self.measuring)
 
     def is_estimating(self, model: ModelRecord) -> bool:
-        """Whether a measurement for the model is under way."""
+        """Whether a measurement, a cleanup or a check for the model is under way."""
         spec = model.effective
         return (
             model.cleaning or self.is_measuring(spec) or any(check.model == model.id for check in self.checks.values())

@@ -122,6 +122,6 @@ def queue_seconds(ahead: int, places: int, pace: Pace) -> float | None:
 
 
 def retry_after_seconds(room: float, load: float, ahead: int = 0, pace: Pace | None = None) -> float:
-    """Whole seconds, at least 1."""
+    """Whole seconds, at least 1, until there is room, the model is loaded and `ahead` requests are answered."""
     served = ahead * pace.seconds if pace is not None and pace.seconds is not None else 0.0
     return float(max(1, math.ceil(max(0.0, room) + max(0.0, load) + served)))

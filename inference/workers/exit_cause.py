@@ -108,7 +108,7 @@ class ExitEvidence:
 
 
 def classify(evidence: ExitEvidence) -> ExitCause:
-    """The cause. Knowledge of worker and service comes first, then the output, then the exit status."""
+    """The cause. Knowledge of worker and service comes first, then SIGKILL, the output, and the other exit statuses."""
     if evidence.hang:
         return _C.HANG
     if evidence.failed_cause is not None:

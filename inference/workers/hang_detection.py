@@ -73,7 +73,7 @@ class HangWatch:
         self._task_began = None
 
     def tick(self, now: float) -> None:
-        """Must be called every TICK_SECONDS. The delay of a call is the length of a pause of this service."""
+        """Must be called every TICK_SECONDS. A call that is later by more than that shows a pause of this service."""
         late_seconds = now - self._next_tick
         self._next_tick = now + TICK_SECONDS
         if late_seconds <= TICK_SECONDS:

@@ -43,7 +43,7 @@ class HelperError(Exception):
 async def run_helper(
     job: str, data: Mapping[str, Any], *, seconds: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The answer of one helper. Raises HelperError after `seconds`, for a crash, and for an invalid answer."""
+    """The answer of one helper. Raises HelperError after `seconds`, if it cannot start, crashes, or answers wrongly."""
     process = await _start(job, environment or {})
     try:
         async with asyncio.timeout(seconds):

@@ -52,7 +52,7 @@ class _Member:
 def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path = Path("/proc")) -> list[int]:
     """Ends the orphans of earlier services with this state directory, and puts a new token into `environ`.
 
-    Returns the pids of ended processes. Finds none without /proc. Blocks for at most KILL_SECONDS.
+    Returns the pids of ended processes. Finds none without /proc. Blocks for at most KILL_SECONDS per earlier service.
     """
     ended: list[int] = []
     stay: list[Family] = []

@@ -1,6 +1,7 @@
 """The service's side of one worker process: start, messages, output, hang detection, and exit.
 
-A worker has ended when its pidfd is readable (on systems without pidfds: when its connection ends).
+A worker has ended when its pidfd or kqueue is readable (on systems without both: when its connection has ended and the
+process can be reaped).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _STARVED = "the kernel killed the worker because host memory ran out (killed)"
 
 
 class WorkerGone(Exception):  # noqa: N818 - an event, not an error
-    """The worker ended before it was ready."""
+    """The worker ended before it sent the awaited message."""
 
     def __init__(self, exit: WorkerExit) -> None:
         super().__init__(exit.message)
@@ -66,8 +67,8 @@ class WorkerGone(Exception):  # noqa: N818 - an event, not an error
 
 
 class WorkerProcess:
-    """One worker. Its futures are resolved by messages: `ready` after each `grant`, `held` after `hold`, `offloaded`
-    after each `offload`; they raise WorkerGone when the worker ends before.
+    """One worker. Its futures are resolved by messages: `hello` at its start, `ready` after each `grant`, `held` after
+    `hold`, `offloaded` after each `offload`; they raise WorkerGone when the worker ends before.
     `exited` is resolved when the process is reaped.
     """
 
@@ -292,7 +293,7 @@ class WorkerProcess:
         self._close(status)
 
     def _poll_exit(self) -> None:
-        """Waits for the exit after the end of the link, on systems without pidfds."""
+        """Waits for the exit after the end of the link, on systems without pidfds and kqueues."""
         if (status := self._process.poll()) is not None:
             self._close(status)
         else:

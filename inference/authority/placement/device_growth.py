@@ -139,7 +139,7 @@ def _more(item: Occupant) -> int:
 def _by_process(item: Occupant, most: int, slack: int) -> Change | None:
     """The change of a model by the figure of its process: growth above `most`, or a loss above `slack`.
 
-    It never shrinks below its plan.
+    Its bookings never fall below its plan.
     """
     more = _more(item)
     if -slack <= more <= most:

@@ -395,7 +395,7 @@ class Ledger:
         return None if self.limit_bytes is None else self.limit_bytes - self.loaded_bytes
 
     def excess(self, device: str) -> int:
-        """The bytes of models above Headgate's share of `device`; 0 unless a limit was lowered."""
+        """The bytes of models above Headgate's share of `device`; 0 unless a limit was lowered or a model grew."""
         return max(0, self._sums(device).ours_bytes - self._account(device).budget_bytes)
 
     def owned_by(self, owner: str) -> Mapping[str, int]:

@@ -1,9 +1,10 @@
 """The planner: where a model is placed and which models must be evicted for it (`plan`).
 
 Pure and deterministic; the same trace explains a dry run, a decision and a refusal. It tries in this order: one device
-with free memory (the tightest fit), several devices with free memory, one device after evictions (or several if that
-costs over a tenth less), a fallback device. The cost of an evicted model is bytes x seconds to load it again x
-recency of use. Pinned, dedicated, busy, loading and recently used models are not evicted.
+with free memory (the tightest fit), several devices with free memory, memory of models that are already leaving, one
+device after evictions (or several if one costs over a tenth more), a fallback device. The cost of an evicted model is
+bytes x seconds to load it again x recency of use. Pinned, dedicated, busy, loading and recently used models are not
+evicted.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Request:
     """A model to be loaded, with its options.
 
     `spread` describes its layers, for splits over several devices and for smaller settings; without it there are
-    neither splits nor fixes. `fit`: changes with which it may be loaded; a refusal suggests others only if they do not
-    suffice.
+    neither other splits than measured ones nor fixes. `fit`: changes with which it may be loaded; a refusal suggests
+    others only if they do not suffice.
     """
 
     model: str
@@ -244,7 +245,7 @@ class _Decision:
         return self._evicting(option, victims)
 
     def _full_measured(self) -> tuple[Option, tuple[Held, ...]] | None:
-        """The option with the cheapest evictions, and the evicted models; any sufficient ones without `choose`."""
+        """The option with the cheapest evictions, and the evicted models; without `choose` any option and no models."""
         options = [option for option in self.request.options if not self._obstacle(option, self.stages.without_idle)]
         if not options:
             return None

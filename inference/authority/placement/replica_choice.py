@@ -77,7 +77,8 @@ def choose_alone(replicas: Sequence[Replica], max_load_seconds: float) -> str:
 def to_load(replicas: Sequence[Replica], least: int, *, is_used: bool, crowded_seconds: float) -> str | None:
     """The replica that is loaded next, or None. `crowded_seconds`: how long the model has been crowded.
 
-    One at a time, and none for a model that is not loaded: its next request loads it.
+    While a replica loads, another one is loaded only up to `least`. A model without a loaded or loading replica gets
+    none: its next request loads it.
     """
     up = [replica for replica in replicas if replica.is_up]
     free = [replica for replica in replicas if replica.can_load]

@@ -3,7 +3,7 @@
 Consecutive layers are divided over the fewest possible devices, evenly filled. llama.cpp takes devices in a given order
 and assigns each a run of layers. For one order, filling each device before the next shows whether a division exists.
 More room never makes a division impossible, so for k devices the k devices with the largest rooms are tried, in every
-order if k is small. Other devices follow only if these exceed the memory limit, because of their larger overhead.
+order if k is small. Other sets of k devices are tried only if the fixed need of this set exceeds the memory limit.
 Devices that share each layer (`Layers.by_tensor`) have equal shares in place of layers.
 """
 
@@ -106,7 +106,7 @@ def split_free(
 def split_full(
     spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, below: float
 ) -> tuple[dict[str, int], tuple[Held, ...]] | None:
-    """The layers of each device and the cheapest idle models that must be evicted for them.
+    """The layers of each device, and idle models to evict for them: the cheapest, or of many models a cheap set.
 
     None if it does not fit without all idle models, or if the evictions cost `below` or more.
     """

@@ -25,7 +25,7 @@ class EvictionState(StrEnum):
     LOADING = "loading"
     LEAVING = "leaving"
     FIXED = "fixed"
-    """pinned or dedicated: is unloaded only on an operator's command"""
+    """pinned or dedicated: is not evicted for another model or because of pressure"""
     WARM = "warm"
     """in the warm pool: it is dropped before loaded models and does not count as a model of a device"""
 
@@ -35,7 +35,7 @@ EVICTABLE = (EvictionState.IDLE, EvictionState.WARM)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model that holds memory. `reload_seconds` is the duration of its last load; times are monotonic seconds."""
+    """A model that holds memory. `reload_seconds`: to load or restore it again. Times are monotonic seconds."""
 
     model: str
     holding: str
@@ -59,7 +59,7 @@ class Held:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices on which it counts: its accelerators, or the host without any; none for a warm model."""
+        """The devices on which it counts: its accelerators, or the host if it uses none; none for a warm model."""
         if self.is_warm:
             return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)

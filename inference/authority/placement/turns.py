@@ -76,7 +76,7 @@ class Decision:
 
 
 def age_rank(waiters: Iterable[Waiter]) -> float:
-    """The sort key of waiting models, lowest first: the oldest arrival plus the delay of its priority."""
+    """The sort key of waiting models, lowest first: the least sum of arrival and delay among the requests."""
     return min(waiter.arrived_at + DELAY_SECONDS[waiter.priority] for waiter in waiters)
 
 
@@ -91,7 +91,7 @@ def decide(request: Request, demand: Demand, occupancy: Occupancy, ahead: Sequen
     """The decision for `request`; `evict` of the outcome may name models in use whose turn is over.
 
     `ahead` are the claims of earlier demands. A refusal is final (`waits_for` is empty) only if it would be one without
-    claims, and if nothing is loading or leaving on a device that lacks room.
+    claims, and if nothing is loading or leaving on a device that lacks room, or a device is too small.
     """
     ends = _ends(occupancy, demand)
     spent = [name for name, end in ends if end <= occupancy.policy.now and name in occupancy.residents]

@@ -30,7 +30,7 @@ class Kind(StrEnum):
     """The kind of an alert."""
 
     PRESSURE = "pressure"
-    """a device is at CRITICAL or above now"""
+    """a device is at CRITICAL or above now, or is restricted"""
     FOREIGN_USE = "foreign_use"
     """other programs use more of a device than Headgate's share leaves"""
     THRASH = "thrash"

@@ -81,8 +81,9 @@ class Use:
 class Gauge:
     """The result of the last check of a device, which the next check continues from.
 
-    `accepted_bytes`: foreign use when memory was last reserved. `planned`: foreign use is not larger than that.
-    `lowest_bytes`: the lowest foreign use since it last grew. Growth is measured from it, so slow growth is noticed.
+    `accepted_bytes`: foreign use when memory was last reserved. `planned`: models have memory, and foreign
+    use is not noticeably larger than that. `lowest_bytes`: the lowest foreign use since it last grew. Growth is
+    measured from it, so slow growth is noticed.
     """
 
     level: Level = Level.LOW
@@ -116,7 +117,7 @@ def updated_gauge(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
 
 
 def grew(gauge: Gauge, use: Use) -> bool:
-    """Whether foreign use is noticeably larger than at the last check."""
+    """Whether foreign use is noticeably larger than the lowest since it last grew."""
     return (
         gauge.lowest_bytes is not None and use.foreign_bytes > gauge.lowest_bytes + FOREIGN_TOLERANCE * use.total_bytes
     )

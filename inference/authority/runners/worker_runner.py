@@ -114,7 +114,7 @@ class WorkerRunner:
         """Suspends or resumes a process."""
         process = self.processes.get(effect.worker)
         if process is not None and effect.operation == "suspend":
-            process.suspend()  # at once: a stop that follows must kill, because the process cannot read it
+            process.suspend()  # at once: a stop that follows must kill, because a suspended process reads no message
         return self._run_checkpoint(effect, process)
 
     async def _run_checkpoint(self, effect: effects.Checkpoint, process: WorkerProcess | None) -> None:

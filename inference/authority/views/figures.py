@@ -77,7 +77,7 @@ def usable(state: State) -> str:
 
 
 def _planned(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The default devices of models: the accelerators, or the host without any."""
+    """The default devices of models: the accelerators, or the host if there are none."""
     return [figures for name, figures in devices.items() if name != CPU] or list(devices.values())
 
 
@@ -91,7 +91,7 @@ def _sum(devices: Iterable[Mapping[str, Any]], name: str) -> float:
 
 # --- stats and health ------------------------------------------------------------------------------------------------
 def stats(state: State, now: float) -> dict[str, Any]:
-    """The totals of `/memory/stats`: of all accelerators, or of the host without any."""
+    """The totals of `/memory/stats`: of all accelerators, or of the host if there are none."""
     devices = per_device(state, now)
     planned = _planned(devices)
     limit = state.ledger.limit_bytes
@@ -128,7 +128,7 @@ def stats(state: State, now: float) -> dict[str, Any]:
 
 
 def health(state: State, now: float) -> dict[str, Any]:
-    """The health of devices: false at CRITICAL pressure or with a lost device, with the reason in `message`."""
+    """The health of devices: false with an unusable device or from CRITICAL pressure on; `message` has the reason."""
     devices = per_device(state, now)
     ill = []
     for name, figures in devices.items():

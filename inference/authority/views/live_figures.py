@@ -22,7 +22,7 @@ _LOADING = (ModelState.LOADING, ModelState.RESTORING)
 
 
 def live_figures(state: State, now: float) -> dict[str, Any]:
-    """The figures of all devices, and of the models that have memory, requests or stored sequences."""
+    """The figures of all devices, and of the models with a worker, waiting requests or counted prompts."""
     blocks = {model.id: _blocks(state, model) for model in state.models.values()}
     uses = pressure_view.levels(state, now)
     shown = [reading for reading in device_view.readings(state, now) if reading.id in uses]

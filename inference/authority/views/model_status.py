@@ -52,7 +52,7 @@ _ORDER = (
     ModelState.UNLOADING,
     ModelState.FAILED,
 )
-"""The state of a model is the first one that one of its replicas has."""
+"""The state of a model is the first of these states that any of its replicas has."""
 
 
 def together(found: Sequence[ModelStatus], up: Collection[str]) -> ModelStatus:
@@ -135,7 +135,7 @@ def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -
 
 
 def _steps(state: State, model: ModelRecord) -> tuple[dict[str, Any], ...]:
-    """What was done because of missing memory; a plan may have placed it on the CPU at once."""
+    """What was done because of missing memory; a plan may have placed the model on the CPU at once."""
     on_cpu = (TakenStep("cpu"),) if is_fallback(state, model) else ()
     return tuple(step.to_json() for step in (*(step for step in model.steps if step.step != "cpu"), *on_cpu))
 

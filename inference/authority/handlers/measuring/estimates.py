@@ -16,13 +16,15 @@ from inference.file_stamp import Fingerprint, changed
 from inference.settings import ModelSpec
 
 MAX_DIVISION_ESTIMATES = 8
-"""Maximum number of stored estimates per model for divisions over several devices."""
+"""Maximum number of stored estimates for divisions over several devices, for the same settings of a model."""
 MAX_TRIAL_ESTIMATES = 64
-"""Maximum number of stored estimates for settings that only dry runs or checks use."""
+"""Maximum number of settings with stored estimates that no model has now, as those of dry runs and checks."""
 
 
 def request(draft: Draft, key: EstimateKey) -> bool:
-    """Begins a measurement, unless it is running. False if a device is missing or the service is ending."""
+    """Begins a measurement, unless one with these settings is running. False if a device is missing or the service is
+    ending.
+    """
     if draft.state.is_measuring(key.spec):
         return True
     if draft.state.closing:
@@ -37,7 +39,7 @@ def request(draft: Draft, key: EstimateKey) -> bool:
 
 
 def estimated(draft: Draft, event: Estimated) -> InferenceError | None:
-    """A measurement ended; returns its error."""
+    """A measurement ended; returns its error, or None."""
     helper_contexts.end(draft, event.key)
     if event.key not in draft.state.measuring:
         return None

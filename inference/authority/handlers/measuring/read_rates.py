@@ -8,8 +8,8 @@ from inference.authority.state import WorkerRecord
 
 
 def learn(draft: Draft, worker: WorkerRecord, tokens_per_second: float) -> None:
-    """Learns the rate of the only device of a model from its decode speed; reads from devices with a known rate are
-    subtracted.
+    """Learns the rate of a device from the decode speed of a model: of its only device, or of the only one without a
+    known rate. The time for reads from the other devices is subtracted.
 
     The largest measured rate counts, because small models do not reach the rate of the memory.
     """

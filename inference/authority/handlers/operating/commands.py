@@ -1,4 +1,4 @@
-"""Commands of operators: from their start to their answer, which comes exactly once."""
+"""Commands of operators: from their start to their answer. It comes once, unless the client disconnects before."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _plan(draft: Draft, id: int, request: Plan, model: ModelRecord) -> None:
 
 # --- continuing ------------------------------------------------------------------------------------------------------
 def advance(draft: Draft) -> None:
-    """Continues the commands whose conditions have changed."""
+    """Continues the commands that need no plan, if what they wait for has happened."""
     for id, command in list(draft.state.commands.items()):
         match command:
             case UnloadCommand(_, worker):
@@ -335,7 +335,7 @@ def abandoned(draft: Draft, event: Abandoned) -> None:
 
 
 def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
-    """A model cannot be measured: its waiting commands fail."""
+    """A model cannot be measured: commands that wait for its size fail, and a defragmentation does not move it."""
     moving.cannot_measure(draft, spec, error)
     defragmentation.cannot_measure(draft, spec, error)
     for id, command in list(draft.state.commands.items()):
@@ -350,7 +350,7 @@ _BEGIN = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, Collec
 
 
 def refuse_pending(draft: Draft) -> None:
-    """The service is shutting down: pending commands fail."""
+    """The service is shutting down: commands fail, except unload, offload and evict, and moves that have begun."""
     for id, command in list(draft.state.commands.items()):
         if isinstance(command, _BEGIN) or (isinstance(command, MoveCommand) and not command.begun):
             draft.refuse(id, ShuttingDown())

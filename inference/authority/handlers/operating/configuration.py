@@ -49,7 +49,7 @@ def differences(state: State, config: InferenceConfig) -> list[str]:
 
 
 def apply(draft: Draft, event: SettingsChanged) -> None:
-    """Applies another configuration; the listening address stays."""
+    """Applies another configuration. Settings in AT_START take effect at the next start."""
     config, before = event.config, _limits(draft)
     for name, spec in config.models.items():
         model = draft.state.models.get(name)
@@ -100,7 +100,7 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
 
 
 def _staying(state: State, models: Sequence[Held]) -> list[Held]:
-    """`models`, where one that leaves for others counts as idle: it stays if those others need no memory any more."""
+    """`models`, where a model that leaves for a reason that is not final counts as idle: it might stay."""
     drained = {
         worker.holding
         for model in state.models.values()

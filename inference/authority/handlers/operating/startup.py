@@ -39,7 +39,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
     draft.set(started=True, to_measure=tuple(draft.state.models), startup=startup, ticks_at=draft.now + TICK_SECONDS)
     draft.timer(TimerKind.PERIODIC, 0, draft.now + TICK_SECONDS)
     device_incidents.publish(draft)
-    draft.plan()  # requests may be waiting already, because the port opens before
+    draft.plan()  # requests may be waiting already: the port opens before the devices are found
 
 
 def _loaded_at_start(draft: Draft) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def measure_next(draft: Draft) -> None:
 
 
 def cannot_measure_ahead(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
-    """A model without waiting requests cannot be measured."""
+    """A model that was to be measured before a request comes cannot be measured."""
     if spec.id not in draft.state.to_measure:
         return
     draft.set(to_measure=tuple(name for name in draft.state.to_measure if name != spec.id))

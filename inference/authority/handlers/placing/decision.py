@@ -126,7 +126,7 @@ def plan_on(
 
 
 def rank(model: ModelRecord) -> tuple[float, float, str]:
-    """The sort key of models that requests wait for: first those for which an eviction has begun, then the oldest."""
+    """The sort key of models that requests wait for: first those for which an eviction has begun, then `age_rank`."""
     return model.eviction_began_at, age_rank(model.queue.waiters), model.id
 
 

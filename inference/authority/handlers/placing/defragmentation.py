@@ -125,7 +125,7 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def _largest_room(state: State, now: float) -> int:
-    """The largest free area on one accelerator, or on the host without any; bytes."""
+    """The largest free area on one accelerator, or on the host if there are no accelerators; bytes."""
     found = device_view.balances(state, now)
     there = [item.id for item in device_view.accelerators(state, now) if item.id in found]
     return max((found[device].room_bytes for device in there or [CPU] if device in found), default=0)

@@ -139,7 +139,7 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def abandon(draft: Draft, id: int, command: MoveCommand) -> None:
-    """The client has disconnected: the move continues without an answer."""
+    """The client has disconnected: a load that has begun continues, and nothing else of the move does."""
     if command.ticket is not None and command.ticket in draft.state.tickets:
         tickets.unqueue(draft, command.ticket)
     _clear_target(draft, command)
@@ -205,7 +205,7 @@ def _is_idle(state: State, model: ModelRecord) -> bool:
 
 
 def has_pending_return(state: State) -> bool:
-    """Whether a check is pending."""
+    """Whether a check can continue, because its reading has come."""
     return any(
         item.awaited_read is not None and state.devices.reads_done >= item.awaited_read
         for item in state.cpu_returns.values()

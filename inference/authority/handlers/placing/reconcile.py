@@ -42,7 +42,7 @@ from inference.settings import ModelSpec
 MAX_BACKOFF_SECONDS = 2.0
 """Requests wait for a backoff of at most this time; a longer one is an error."""
 ALONE_BACKOFF_SECONDS = 10.0
-"""This limit for a request that was in flight when the worker ended."""
+"""The same limit if the first request must run alone, because it was in flight when a worker ended."""
 FIX_SECONDS = 30.0
 """A suggestion is verified again after this time, because foreign use changes."""
 MAX_FIXES = 256
@@ -110,7 +110,7 @@ def _advance(draft: Draft, id: str) -> bool:
 
 
 def _decide(draft: Draft, id: str) -> Decision | None:
-    """The decision; None while a measurement, reading or drop is pending."""
+    """The decision; None while a measurement, reading, check, cleanup or drop is pending, or if the requests failed."""
     model = draft.model(id)
     if model.cleaning:
         return None
@@ -193,7 +193,7 @@ def _fits_beside(draft: Draft, id: str, outcome: Placement | Refusal) -> bool:
 
 
 def _drops_stale(draft: Draft, id: str) -> bool:
-    """Drops a warm model that no longer matches a load: its file changed, or its process may not stay."""
+    """Drops a warm model that no longer matches a load: its file changed, or its only device is closed to it."""
     model, worker = draft.model(id), draft.worker_of(id)
     if model.state is not _S.WARM or worker is None:
         return False

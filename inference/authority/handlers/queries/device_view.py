@@ -68,10 +68,10 @@ def _on_host(reading: Reading, host: Reading) -> Reading:
 def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
     """(capacity, budget) of a device: the limit of all use, and the limit of Headgate's share.
 
-    The capacity of an accelerator is min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve). The reserve is
-    INFERENCE_GPU_MEMORY_RESERVE_MB, at most 5 % of the device. INFERENCE_GPU_MEMORY_LIMIT_MB limits the budget. The
-    percentage of host memory limits the budget of the host. A device of unknown size is limited by
-    INFERENCE_MEMORY_LIMIT_GB only.
+    The capacity of an accelerator is min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve), that of the host
+    total - reserve. The reserve is INFERENCE_GPU_MEMORY_RESERVE_MB, at most 5 % of the device. The budget of an
+    accelerator is limited by INFERENCE_GPU_MEMORY_LIMIT_MB, that of the host by INFERENCE_CPU_MEMORY_MAX_PERCENT. A
+    device of unknown size is limited by INFERENCE_MEMORY_LIMIT_GB, or without that by UNKNOWN_BYTES.
     """
     total = reading.total_bytes
     if total <= 0:
@@ -99,7 +99,7 @@ def allowances(found: Sequence[Reading], settings: InferenceSettings) -> Iterato
 
 
 def capacities(state: State, now: float) -> Mapping[str, int]:
-    """The capacity for models on each device, in bytes; host memory for a device without its own."""
+    """The budget of each device in bytes; the budget of the host for a device without its own memory."""
     found = readings(state, now)
     budgets = {item.id: budget for item, (_, budget) in allowances(found, state.settings)}
     return {item.id: budgets.get(item.id, budgets.get(CPU, 0)) for item in found}
@@ -145,7 +145,7 @@ def limited(state: State) -> State:
 
 
 def balances(state: State, now: float) -> Mapping[str, Balance]:
-    """Every account in numbers."""
+    """The account of every device in numbers; devices that share memory have the same."""
     return {item.id: state.ledger.balance(item.id) for item in readings(state, now)}
 
 
@@ -156,9 +156,10 @@ def policy(settings: InferenceSettings, now: float) -> Policy:
 
 # --- which devices a model may use -----------------------------------------------------------------------------------
 def candidates(spec: ModelSpec, found: Sequence[Reading], settings: InferenceSettings) -> tuple[Reading, ...]:
-    """The possible devices of `spec`: the configured one, else all accelerators, else the CPU if allowed.
+    """The possible devices of `spec`: the configured accelerator or all, and after them the CPU if `oom_policy` has it.
 
-    A lost accelerator is not replaced by the CPU: the result is then empty.
+    Only usable accelerators are in the result: without `cpu` in `oom_policy` it may be empty. It is the CPU alone if
+    there are no accelerators, or if the model or the service does not use them.
     """
     there = [item for item in found if item.id != CPU]
     cpu = tuple(item for item in found if item.id == CPU)

@@ -169,7 +169,8 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
 def deviation(estimate: Estimate, ready: Ready) -> str | None:
     """How the allocations of a worker differ from the plan, or None.
 
-    They may not exceed the plan on any device; less than half on an accelerator means that the rest is elsewhere.
+    They may exceed the plan on a device by a tolerance only; less than half on an accelerator means that the rest is
+    elsewhere.
     """
     allocated = dict.fromkeys(estimate.parts, 0)
     for buffer in ready.buffers:

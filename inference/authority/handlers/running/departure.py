@@ -17,7 +17,7 @@ _S = ModelState
 def leave(
     draft: Draft, id: str, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
 ) -> None:
-    """Begins the departure of a model after its running requests. It is recorded when its memory is free.
+    """Makes a model leave after its running requests. The departure is recorded when the memory is free.
 
     A stronger reason replaces the reason of a model that is already leaving.
     """

@@ -50,7 +50,7 @@ def tick(draft: Draft) -> None:
 
 
 def worker_ended(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
-    """A worker ended because its device is lost, or hung, so the device is tried."""
+    """A worker ended. If it hung, or ended because of a lost device, its accelerators are tried."""
     if exit.cause not in _DOUBTFUL or worker.failure is not None:
         return
     for device in worker.placement.devices:
@@ -231,7 +231,9 @@ def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
 
 
 def publish(draft: Draft) -> None:
-    """Publishes new, removed and changed devices to listeners; changes of memory use alone are not published."""
+    """Publishes changed, removed and returned devices to listeners. A device that is seen for the first time is not
+    published, nor are changes of memory use alone.
+    """
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     before = draft.state.devices.published
     after: dict[str, tuple[str, ...] | None] = dict(before)

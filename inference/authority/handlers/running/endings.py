@@ -1,7 +1,7 @@
 """The end of a worker: stop, release of memory, record of the departure.
 
-Host memory is released at once, device memory when a reading shows it as free. Memory that a device does not show as
-free in time counts as foreign.
+The memory of a model on the host alone is released at once, that of other models when a reading of their devices shows
+it as free. Memory that a device does not show as free in time counts as foreign.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def record(draft: Draft, model: str, departure: Departure | None, freed_bytes: i
 
 
 def release_when_free(draft: Draft, worker: WorkerRecord) -> None:
-    """Releases the memory of an ended worker: host memory at once, device memory when a reading shows it."""
+    """Releases the memory of an ended worker: at once if all of it is host memory, else after a reading shows it."""
     if all(device == CPU for device in worker.placement.need):
         release(draft, worker.holding, worker.model, worker.departure)
         return

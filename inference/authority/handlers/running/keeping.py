@@ -67,7 +67,7 @@ def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
 
 
 def kept_as(state: State, model: ModelRecord) -> Warm:
-    """The memory and the saved time if a loaded model is kept, without sequences."""
+    """The memory and the saved time if a loaded model is kept, without stored sequences."""
     worker = state.worker_of(model)
     assert worker is not None
     how = mechanism(state, model)

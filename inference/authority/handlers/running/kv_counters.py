@@ -42,7 +42,7 @@ def _grown(before: Any, now: Any) -> Any:
 
 
 def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
-    """A worker reports its stored sequences. An empty report of a worker without a loaded model is ignored."""
+    """A worker reports its stored sequences. An empty report is ignored, as of a worker without a context."""
     if counts in (_NOTHING, worker.kv_counts):
         return
     grown = {name: _grown(getattr(worker.kv_counts, name), getattr(counts, name)) for name in _COUNTERS}

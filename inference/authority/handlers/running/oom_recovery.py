@@ -52,7 +52,7 @@ def is_fallback(state: State, model: ModelRecord) -> bool:
 
 
 def can_reduce(model: ModelRecord, refusal: Refusal, now: float) -> bool:
-    """Whether smaller settings are tried when the plan refuses the model."""
+    """Whether other settings or a cleanup are tried when the plan refuses the model."""
     if fit_of(model.spec).allows(refusal.fix):
         return True
     return bool(refusal.lacks) and _next(model, now)[1] not in (None, Step.CPU)

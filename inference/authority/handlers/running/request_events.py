@@ -229,7 +229,7 @@ def case_cleared(draft: Draft, event: CaseCleared) -> None:
 
 
 def cases(state: State, now: float) -> list[dict[str, Any]]:
-    """All current cases by model, oldest first; times in seconds."""
+    """All current cases by model, in the order of their last crash; times in seconds."""
     return [
         {
             "key": key,

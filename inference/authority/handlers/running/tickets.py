@@ -107,7 +107,7 @@ def fail(draft: Draft, model: str, error: InferenceError) -> None:
 def move_to_others(draft: Draft, model: str) -> None:
     """The waiting requests of a replica that cannot serve them go to another one that is loaded or loading, if any.
 
-    Those that must run alone stay, because they may end its worker too.
+    Requests that must run alone stay, because they may end the worker of the other replica too.
     """
     record = draft.model(model)
     if draft.state.closing or not replicas.has_replicas(record):

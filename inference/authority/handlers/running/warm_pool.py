@@ -1,8 +1,8 @@
 """The steps of a model from its device into the warm pool and back.
 
 A model on the CPU stays in its process, which frees the context. For a model on an accelerator a new process without a
-device holds the file, because a device context costs memory. A process that the driver can suspend stays. Sequences are
-saved into the arena of the model first. Memory is booked before anything is copied into it.
+device holds the file, because a device context costs memory. In both cases sequences are saved into the arena of the
+model first. A process that the driver can suspend stays as it is. Memory is booked before anything is copied into it.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def _mark_warm(draft: Draft, worker: WorkerRecord, how: Mechanism, device: str, 
 
 # --- suspension ------------------------------------------------------------------------------------------------------
 def _suspend(draft: Draft, worker: WorkerRecord) -> None:
-    """Begins to suspend a worker. Its bytes are booked twice until then, because the copy is complete before the device
-    memory is freed. Raises LedgerError.
+    """Begins to suspend a worker. Its bytes are booked twice until it is suspended, because the copy is complete before
+    the device memory is freed. Raises LedgerError.
     """
     held = draft.state.ledger.holdings[worker.holding].bytes
     assert worker.ready is not None

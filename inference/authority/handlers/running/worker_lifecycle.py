@@ -61,12 +61,12 @@ _TRANSITIONS_TO_COLD = {
     _S.RESTORING: (_E.UNLOAD, _E.EXITED),
     _S.UNLOADING: (_E.EXITED,),
 }
-"""For every state of a model, its transitions to cold after its worker ended without a failure."""
+"""For every state of a model with a worker, its transitions to cold after the worker ended without a failure."""
 
 
 # --- beginning -------------------------------------------------------------------------------------------------------
 def begin(draft: Draft, id: str, placement: Placement) -> None:
-    """Reserves memory and starts a worker; from here on its exit releases the reservation."""
+    """Reserves memory and starts a worker; from here on its exit, or its failed start, releases the reservation."""
     model = draft.model(id)
     devices = device_view.named(draft.state, placement.devices, draft.now)
     holding = f"{id}#{draft.number()}"
@@ -255,7 +255,7 @@ def _commit(draft: Draft, model: ModelRecord, worker: WorkerRecord, actual: Mapp
 
 # --- exits -----------------------------------------------------------------------------------------------------------
 def exited(draft: Draft, event: Exited) -> None:
-    """A worker has ended. Its memory is released here and nowhere else."""
+    """A worker has ended, so its memory is released; if it ran out of memory, after its need was learned."""
     worker = draft.state.workers.get(event.worker)
     if worker is None or worker.ending:
         return

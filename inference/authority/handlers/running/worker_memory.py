@@ -170,7 +170,7 @@ def buffer_bytes(worker: WorkerRecord, device: str) -> int:
 def process_bytes(worker: WorkerRecord, reading: Reading) -> int | None:
     """The driver's figure for the process of a worker, None if unknown.
 
-    A figure that does not cover the buffers belongs to a process of another namespace with the same id.
+    A figure below its buffers or above the use of the device belongs to a process of another namespace with this id.
     """
     found = reading.process_bytes.get(worker.pid or 0)
     covers = found is not None and buffer_bytes(worker, reading.id) <= found <= reading.used_bytes

@@ -145,7 +145,7 @@ def _fix_beside(state: State, first: ModelRecord, second: ModelRecord, now: floa
 
 
 def _staying(state: State, without: set[str], now: float) -> tuple[Ledger, list[Held]]:
-    """The ledger with only pinned and dedicated models, and these models."""
+    """The ledger with only the pinned and dedicated models that are not in `without`, and the list of these models."""
     held = held_models(state, now)
     stay = [item for item in held if item.eviction_state is EvictionState.FIXED and item.model not in without]
     kept = {item.holding for item in stay}

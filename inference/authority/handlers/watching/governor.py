@@ -103,7 +103,7 @@ def accept_foreign_use(draft: Draft) -> None:
 # --- the check itself ------------------------------------------------------------------------------------------------
 def check(draft: Draft, *, regular: bool) -> None:
     """Checks the devices in the ledger and performs the actions."""
-    draft.kv_grows = draft.kv_grows or regular  # only regular checks let budgets for stored sequences grow
+    draft.kv_grows = draft.kv_grows or regular  # of all checks, only regular ones let budgets for stored sequences grow
     state = draft.state
     before, found = state.pressure.devices, uses(state, draft.now)
     seen = PressureInput(found, _model_uses(state, draft.now), _wanted(state, draft.now))
