@@ -19,7 +19,7 @@ class UnloadCommand:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCommand:
-    """Waits until the model is warm or gone."""
+    """Waits until the model is warm, or was unloaded instead."""
 
     model: str
 

@@ -1,10 +1,10 @@
 """Which requests of a model are suspected of ending its worker, and which are rejected.
 
-After an abort all requests in flight become suspects and run alone. A suspect that completes is cleared. A request that
-ends a worker while it runs alone is confirmed as a poison request and rejected; an abort without a message may be a
-signal from outside, so two of them are needed. Out-of-memory errors confirm nothing, because they depend on other
-requests. When several requests in a row are confirmed and none completes, the model is at fault, and no request is
-confirmed until one completes.
+After an abort or an out-of-memory error all requests in flight become suspects and run alone. A suspect that completes
+is cleared. A request that ends a worker while it runs alone is confirmed as a poison request and rejected; an abort
+without a message may be a signal from outside, so two of them are needed. Out-of-memory errors confirm nothing, because
+they depend on other requests. When several requests in a row are confirmed and none completes, the model is at fault,
+and no request is confirmed until one completes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The pool is booked on the account of the host, so that INFERENCE_CPU_MEMORY_MAX_PERCENT limits loaded and warm models
 together. INFERENCE_MEMORY_LIMIT_GB limits loaded ones only. The worth of a warm model is bytes x seconds saved x
-recency of use, the measure of all evictions; the model with the lowest worth is dropped first.
+recency of use, the measure of all evictions; of all sets of models that suffice, the one of lowest worth is dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EvictedModel:
 def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: float) -> tuple[str, ...] | None:
     """The models of `kept` with the lowest worth that release `missing_bytes` for `newcomer`.
 
-    None if all of them do not suffice, or if they are worth more than `newcomer`.
+    None if all of `kept` do not suffice, or if the found models are worth more than `newcomer`.
     """
     costs = [warm.worth(now) for warm in kept]
     chosen = cheapest(costs, [[warm.bytes] for warm in kept], [missing_bytes])

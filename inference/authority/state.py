@@ -336,7 +336,7 @@ class ModelRecord:
     target: str | None = None
     """the device of its next load, while it is moved"""
     old_device: str | None = None
-    """the device it returns to if that fails"""
+    """the device it returns to if the move fails"""
     move_error: InferenceError | None = None
     reload_seconds: float = 1.0
     restore_seconds: float | None = None

@@ -42,7 +42,7 @@ class Replica:
 
     @property
     def waiting(self) -> int:
-        """The requests that wait for others."""
+        """The requests that wait until others end."""
         return max(0, self.active - self.parallel)
 
     @property
