@@ -58,7 +58,8 @@ def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path =
     stay: list[Family] = []
     for family in load_state_file(state.root / _FILE, _families, "orphans of a killed service are not found") or []:
         if start_ticks(family.pid, proc) == family.start_ticks:
-            continue  # it still runs: another service with a lock of its own
+            stay.append(family)  # it still runs: another service with a lock of its own
+            continue
         members = list(_members(family, proc))
         left = _end(members, proc)
         ended += [member.pid for member in members if member not in left]

@@ -85,13 +85,16 @@ def test_process_older_than_the_service_is_not_ended(state: StateDir, strays: St
     assert stray.poll() is None
 
 
-def test_children_of_a_running_service_are_not_ended(state: StateDir, strays: Strays) -> None:
+def test_children_of_a_running_service_are_ended_after_it(state: StateDir, strays: Strays) -> None:
     living, child = strays.start(None), strays.start("token-1")
     started = start_ticks(living.pid)
     assert started is not None
     _write(state, "token-1", living.pid, started)
     assert end_orphans(state, {}) == []
     assert child.poll() is None
+    living.kill()
+    living.wait()
+    assert end_orphans(state, {}) == [child.pid]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '[{"token": 1}]', '[{"token": "", "pid": 1, "began": 0}]', "[3]"])

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import stat
 import struct
 import subprocess
@@ -313,6 +314,18 @@ def test_a_limit_of_file_sizes_is_an_error_like_others(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert numbers(DiskTier(tmp_path, KEY, PLENTY)) == [SMALL[0]]
     assert len(files(tmp_path)) == 1
+
+
+def test_a_file_in_the_place_of_the_directory_is_reported_once(
+    tier: DiskTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tier, SMALL[0])
+    own = file_of(tier, tmp_path, SMALL[0]).parent
+    shutil.rmtree(own)
+    own.touch()
+    assert numbers(tier) == numbers(tier) == []
+    assert caplog.text.count(f"cannot list stored sequences in {own} (Not a directory): no writes for") == 1
+    assert tier.is_paused
 
 
 def test_a_directory_that_cannot_be_written_is_still_read(

@@ -217,12 +217,12 @@ class Device:
             async with asyncio.timeout(QUIET_SECONDS):
                 for link in links:
                     await link.relay.shut()
-        except TimeoutError:
+        except OSError as error:
             for link in links:
                 link.relay.open()
-            raise StateError(f"process {pid} is using {self.id}") from None
-        except OSError as error:
-            raise StateError(f"process {pid} lost its connection to {self.id} during the copy: {error}") from None
+            lost = f"lost its connection to {self.id} during the copy: {error}"
+            problem = f"is using {self.id}" if isinstance(error, TimeoutError) else lost
+            raise StateError(f"process {pid} {problem}") from None
 
     async def _resume(self, pid: int) -> None:
         links = {number: link for number, link in self._links.items() if link.pid == pid}

@@ -403,12 +403,17 @@ class DiskTier:
 
     def _files(self, directory: str | Path) -> list[_File]:
         found = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.name.endswith((ENTRY, TEMPORARY)) and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # removed by another worker
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(_File(status.st_mtime, status.st_size, entry.path))
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.name.endswith((ENTRY, TEMPORARY)) and entry.is_file(follow_symlinks=False):
+                        with contextlib.suppress(FileNotFoundError):  # removed by another worker
+                            status = entry.stat(follow_symlinks=False)
+                            found.append(_File(status.st_mtime, status.st_size, entry.path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._pause(f"cannot list stored sequences in {directory} ({error.strerror})")
         return found
 
     def _plausible(self, modified_at: float) -> float:
