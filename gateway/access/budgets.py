@@ -77,7 +77,7 @@ class Budgets:
         self._spent[key] = self._spent.get(key, Spent()).plus(dollars, tokens)
 
     def check(self, key: str, budget: Budget, now: float, elsewhere: Spent = NOTHING) -> Exceeded | None:
-        """Whether the budget of `key` is used up, here and `elsewhere`."""
+        """Why `key` must wait, if its budget is used up here and `elsewhere` together; else None."""
         spent = self.spent(key, now).plus(*elsewhere)
         if budget.dollars is not None and spent.dollars >= budget.dollars:
             used = f"${spent.dollars:.2f} of ${budget.dollars:.2f}"

@@ -60,7 +60,7 @@ class Limiter:
         self._limits: dict[str, core.Limits] = {}
         self._shared = shared
         self._losses: dict[str, _Loss] = {}
-        """By key, until what was added since then is merged into the store."""
+        """The loss of each key, until what was added since the loss is merged into the store."""
         if shared is not None:
             shared.state.on_down.append(self._on_down)
             shared.state.on_up.append(self._on_up)
@@ -214,8 +214,8 @@ class Meter:
 
     An answer with a usage is charged this usage, but at least one token per piece, because the usage of a resumed
     answer covers only its last attempt. An interrupted answer is charged the estimate of its prompt and a token per
-    piece; where tokens are limited, pieces of local answers are single tokens. A request that ends in an error is
-    charged none.
+    piece; where tokens are limited, pieces of local answers are single tokens. A request that ends in a
+    GatewayError is charged none.
     """
 
     def __init__(self, limiter: Limiter, key: Key, exchange: Exchange, number: int) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gateway.shared_state.shared_state import SharedState
 
 MAX_ACTIVE = 500
-"""Keys whose usage each gateway reads regularly, so that it knows it when the store is lost."""
+"""Keys whose usage each gateway reads regularly, so that it knows this usage when the store is lost."""
 
 
 class SharedOutcome(NamedTuple):

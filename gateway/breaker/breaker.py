@@ -54,7 +54,7 @@ class Breaker:
         self.last_failure: str | None = None
         self.last_probe: str | None = None
         self.provider_answered = False
-        """Whether the provider answered in the last failure. If not, perhaps only this gateway cannot reach it."""
+        """`Failure.reached` of the last failure. If false, perhaps only this gateway cannot reach the provider."""
         self.needs_memory = False
         """Whether the last failure was a refusal of memory by the inference service."""
         self.source: str | None = None
@@ -134,7 +134,7 @@ class Breaker:
         """A permit for one attempt that ends by `expires`, or the refusal. If the open period is over, the breaker
         becomes half-open here.
 
-        A `forced` attempt has no other candidate: neither the ramp after a recovery nor silence refuses it.
+        Neither the ramp after a recovery nor silence refuses a `forced` attempt.
         """
         now = self._clock()
         permits, state = self._permits, self._machine.state
@@ -306,7 +306,7 @@ class Breaker:
 
     @property
     def is_removable(self) -> bool:
-        """Whether it is a pair's breaker without running attempts; providers have only as many as are configured."""
+        """Whether it is a pair's breaker without running attempts. The breakers of providers are few, and stay."""
         return bool(self.model) and not self.outstanding
 
     @property

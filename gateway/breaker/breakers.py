@@ -224,9 +224,8 @@ class Breakers:
     ) -> Lease | Refused:
         """Both permits for an attempt that ends by `expires` (monotonic seconds), or a refusal and neither permit.
 
-        A `forced` attempt has no other candidate: it is not refused because of a ramp or silence. An attempt at a
-        provider that was replaced after the `generation` of its request is never refused, and its result does not
-        count.
+        A `forced` attempt is not refused because of a ramp or silence. An attempt at a provider that was
+        replaced after the `generation` of its request is never refused, and its result does not count.
         """
         if generation is not None and generation < self._replaced.get(provider, 0):
             return Lease((), self, (provider, model))

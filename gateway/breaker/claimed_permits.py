@@ -14,7 +14,7 @@ CLAIM_TRIES = 3
 async def acquire_claimed(
     breakers: Breakers, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
 ) -> Lease | Refused:
-    """Like `Breakers.acquire`; a probe is also claimed among all gateways, in one round trip to their store."""
+    """Like `Breakers.acquire`; a probe is also claimed among all gateways, with one round trip to their store a try."""
     refused = ClaimRefused(provider, model, changed=True)
     for _ in range(CLAIM_TRIES):
         lease = breakers.acquire(provider, model, expires, forced, generation)
@@ -28,7 +28,7 @@ async def acquire_claimed(
 
 
 async def _claim(lease: Lease, claims: ProbeClaims) -> ClaimRefused | None:
-    """Claims the probes of `lease`, or returns the lease and why there is none."""
+    """Claims the probes of `lease`: None if that succeeded, else the refusal, and `lease` is released."""
     try:
         claim = await claims.claim(lease.probes)
     except BaseException:

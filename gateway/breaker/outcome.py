@@ -51,7 +51,7 @@ class End(StrEnum):
     CALLER_DEADLINE = "caller_deadline"
     """the client's own time-out was too short"""
     SPILLED = "spilled"
-    """the request made progress and left the candidate because it had waited `load_wait`"""
+    """the request made progress and left the candidate after `load_wait`, or its share of the client's time"""
     OUT_OF_TIME = "out_of_time"
     """the request's budget ended before the provider's own deadline"""
     SHUTTING_DOWN = "shutting_down"
@@ -85,7 +85,7 @@ class Next(StrEnum):
     """What the chain does after an ignored outcome."""
 
     STOP = "stop"
-    """the client has disconnected, or the deadline has passed"""
+    """the client has disconnected, the deadline has passed, or the gateway stops"""
     PASS_ON = "pass_on"
     """the client gets the provider's 4xx; no other tier is tried"""
     NEXT_TIER = "next_tier"
@@ -147,7 +147,7 @@ class Failure:
 
     `retry_after`: the provider's own Retry-After, in seconds.
     `opens`: the pair's breaker opens at once, for `retry_after` or else for the usual time.
-    `reached`: the provider answered. This is a success for the provider's breaker.
+    `reached`: an error answer that concerns only this model. It is a success for the provider's breaker.
     `pair_too`: it counts for the provider and for the pair (a 5xx without a named reason, an interrupted stream).
     Perhaps only this model fails, and successes of other models would hide that.
     `broke`: it ended a running attempt. One event can end many attempts.

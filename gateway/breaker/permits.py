@@ -36,8 +36,8 @@ CLOSED, HALF_OPEN, OPEN = BreakerState
 class Rule:
     """When a breaker opens and for how long. `open` and `window` are seconds.
 
-    It opens after `failures` consecutive failures, or when a share of `failure_ratio` of at least `min_requests`
-    attempts within `window` failed. `probes` consecutive successes close it again.
+    It opens after `failures` consecutive failures, or when at least `min_requests` attempts ended within `window` and a
+    share of `failure_ratio` of them failed. `probes` consecutive successes close it again.
     """
 
     failures: int = 5
@@ -51,8 +51,8 @@ class Rule:
 class Permit(NamedTuple):
     """The right to make one attempt until `expires` (monotonic seconds).
 
-    `can_undo_recovery`: a failure opens the breaker again, if no other attempt has succeeded since the recovery. So it
-    is for the rest of a probe's attempt, whose first content was recorded as the recovery.
+    `can_undo_recovery`: a failure opens the breaker again, if no other attempt has succeeded since the recovery. It is
+    set for the rest of a probe's attempt, whose first content was recorded as the recovery.
     """
 
     epoch: int

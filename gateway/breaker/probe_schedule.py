@@ -22,7 +22,8 @@ PACE_SHARE = 0.1
 FALSE_RECOVERY_FACTOR = 8.0
 """After each false recovery, the time after which a probe may end an open period is multiplied by this number."""
 POSTPONE_SECONDS = 10.0
-"""After a failed probe the open period lasts at least this long: longer than the slowest pace and one probe."""
+"""After a failed probe the open period lasts at least this long, or as long as the rule opens a breaker if that is
+shorter. It is longer than the slowest pace and one probe."""
 
 
 class Purpose(StrEnum):
@@ -108,7 +109,7 @@ def probed(watch: Watch, purpose: Purpose, finding: Finding, now: float) -> Watc
 
 
 def due_now(watch: Watch) -> Watch:
-    """The service may have recovered: the next recovery probe is due now."""
+    """The service may have recovered: the next recovery probe does not wait for the pace after the last one."""
     return replace(watch, probed_at=None) if watch.suspected_at is None else watch
 
 

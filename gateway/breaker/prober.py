@@ -82,7 +82,7 @@ class Prober:
         self._changed.set()
 
     def probe_now(self, model: str = "") -> None:
-        """The service, or one of its models, may have recovered: make the next probe now."""
+        """The service, or one of its models, may have recovered: make the next recovery probe as early as allowed."""
         if model in self._watches:
             self._watches[model] = probe_schedule.due_now(self._watches[model])
             self._changed.set()

@@ -26,7 +26,7 @@ class StreamActivity(Protocol):
     """The signs of life of one attempt's stream."""
 
     longest_silence: float
-    """The longest silence that ended with a sign of life, in seconds; reset at the first token."""
+    """The longest silence that ended with a sign of life, in seconds; reset when a stage is passed."""
 
     def silent_seconds(self) -> float:
         """Seconds since the last sign of life; 0 while nothing reads the stream."""

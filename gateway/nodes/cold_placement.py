@@ -42,7 +42,9 @@ class ColdPlacement:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """With shared `leases` only one gateway at a time decides about a model. `draw` decides between equal nodes."""
+        """`draw` decides between equal nodes. With shared `leases` one gateway decides about a model; the others wait
+        for its decision, for FOLLOW_SECONDS at most.
+        """
         self._draw = draw
         self._leases = leases
         self._spawn = spawn

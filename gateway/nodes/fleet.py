@@ -89,7 +89,7 @@ class Fleet:
             self._view.note_change(node.name)
 
     def ask_about(self, model: str) -> Ask:
-        """Posts to a node with `model`, a loaded one if possible, or else to any that answers; see `Counter`."""
+        """How to post to a node with `model`, a loaded one if possible, or else to any that answers; see `Counter`."""
         if self.is_single:
             return self.nodes[ONLY].provider.post_json
         waits = {

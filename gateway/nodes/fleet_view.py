@@ -17,7 +17,7 @@ REFRESH_SECONDS = 0.25
 
 MERGE_SECONDS = 0.25
 FEW_NODES = 32
-"""The status of a model on more nodes is merged at most once in MERGE_SECONDS. It is not used to choose a node."""
+"""The status of a model on more nodes is merged at most once in MERGE_SECONDS. The choice of a node does not use it."""
 
 
 class FleetView:

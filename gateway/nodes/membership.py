@@ -60,7 +60,7 @@ class Membership:
         self._errors: dict[str, str] = {}
         """Why a source cannot be read; logged once."""
         self._look_ups: dict[str, asyncio.Task[_Addresses]] = {}
-        """By name, those that run. Each holds a thread that cannot be cancelled, so there is one of a name at most."""
+        """The look-ups that run, by name. Each holds a thread that cannot be cancelled, so a name has one at most."""
 
     @property
     def _sources(self) -> list[str]:
@@ -159,7 +159,7 @@ class Membership:
 
 
 def _ignore(task: asyncio.Task[_Addresses]) -> None:
-    """The error of a look-up for which nothing waits any more is no error."""
+    """A look-up that nothing waits for any more may fail without a log line."""
     if not task.cancelled():
         task.exception()
 

@@ -19,8 +19,9 @@ _LOADED = frozenset((_S.READY, _S.BUSY, _S.DRAINING))
 def merged(statuses: Mapping[str, ModelStatus]) -> ModelStatus:
     """The status of a model, from that of each node with it (at least one): what a new request can expect.
 
-    State, expected wait and rates are those of the best node, requests and memory are sums. Devices have the name of
-    their node in front: `NODE/gpu-0`.
+    State, rates, and the times to load and in the queue are those of the best node. Requests, slots of loaded copies
+    and used memory are sums; the predicted memory and the context are the largest, the retry time is the smallest.
+    Devices have the name of their node in front: `NODE/gpu-0`.
     """
     found = list(statuses.values())
     best = min(found, key=_rank)

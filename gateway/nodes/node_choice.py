@@ -91,7 +91,7 @@ class NodeFacts(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Smaller is better among nodes with equal scores: a free slot, then the load of all models, then of this."""
+        """Smaller is better among equal scores: a free slot, then the load of all models, then that of this model."""
         return max(1.0, self.load), self.node_load, self.load
 
     @property
@@ -195,7 +195,7 @@ def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 # --- score and pick ---------------------------------------------------------------------------------------------------
 def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds, *, trusts_rates: bool) -> list[float]:
-    """The predicted time to first token on each node, in seconds. A node with a free slot has no queue."""
+    """The predicted time to first token on each node, in seconds. Unless it reports one, a free slot means no queue."""
     speeds = [node.speed for node in nodes]
     load = _median([speed.load_seconds for speed in speeds if speed.load_seconds], ASSUMED_LOAD_SECONDS)
     queue = _median([speed.queue_seconds for speed in speeds if speed.queue_seconds is not None], 0.0)

@@ -62,7 +62,7 @@ class NodeSelection:
         """Nodes that are used only if no other is left."""
         self._blocks: dict[str, PrefixBlocks | None] = {}
         self.has_other = False
-        """Whether another node could take the request as well as the last chosen one."""
+        """Whether a node other than the last chosen one could take the request too."""
 
     def failed(self, node: str, model: str, verdict: Verdict, why: str) -> None:
         """An attempt on `node` failed: it is not used again for `model`, or at all if the service itself failed."""
@@ -159,7 +159,7 @@ class NodeSelection:
         if status is None:
             found = NodeFacts(node.name, in_flight=breakers.outstanding(node.key, model))
         else:
-            # the report has the requests of other gateways, `outstanding` those of this one since then
+            # the report also has the requests of other gateways, `outstanding` also those of this one since then
             in_flight = max(table.in_flight(node.name, model), breakers.outstanding(node.key, model))
             load = table.node_load(node.name)
             found = NodeFacts.of(node.name, status, in_flight, load, cached_tokens, first=priority is Priority.HIGH)

@@ -12,7 +12,7 @@ from inference.protocol import ModelState, ModelStatus
 MAX_LOADED = 16
 """How many of the nodes with a loaded model are considered for one request, drawn at random."""
 MAX_COLD = 4
-"""How many others are considered, drawn among those that list the model."""
+"""How many nodes are considered besides, drawn among all that list the model."""
 
 PRESENT = frozenset((
     ModelState.READY, ModelState.BUSY, ModelState.LOADING, ModelState.RESTORING, ModelState.WARM,

@@ -154,7 +154,7 @@ class _Usage(NamedTuple):
 
     @property
     def full(self) -> str | None:
-        """Why the model needs copies for more requests; None while as many as allowed are loaded."""
+        """Why the model needs copies for more requests; None also while as many as allowed are being loaded."""
         if self.in_flight <= max(1, FULL * self.slots) or self.loading >= self._max_loading:
             return None
         return f"its {len(self.nodes)} nodes have {self.in_flight} requests for {self.slots} slots"

@@ -64,7 +64,10 @@ def build_request(write: Callable[[], Request]) -> Request:
 
 
 class CloudStream(AbstractAsyncContextManager[AsyncIterator[Frame]]):
-    """One streamed call: entering opens it, iterating relays its frames, leaving closes the connection at once."""
+    """One streamed call: entering opens it, iterating relays its frames, leaving closes the connection at once.
+
+    After a complete answer the connection is returned to the pool instead.
+    """
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ Contract (checked by `tests/contract/test_providers.py` for every provider and i
   or `text_completion` objects), `Comment`s, and at the end `Done` if and only if a finish reason was seen.
 - It raises only UpstreamError and CancelledError. An error frame inside a stream is raised as
   `UpstreamKind.ERROR_FRAME`; an end without a finish reason as READ, or as EMPTY without any content.
-- Leaving the context closes the connection to the provider at once, also when the task is cancelled.
+- Leaving the context before the end closes the connection to the provider at once, also when the task is cancelled.
 - `connect_seconds` is its only deadline; the attempt measures silence between frames.
 - It does not retry.
 """
@@ -28,7 +28,7 @@ class Call:
 
     `body` is the decoded request; providers copy what they change. `model` is the provider's name of the model.
     `headers` are extra headers of the request: the trace and, for the inference service, priority, tenant, deadline and
-    probe. The provider fills `response_headers` (the device of the model) and `restored` (prompt tokens that were not
+    others. The provider fills `response_headers` (the device of the model) and `restored` (prompt tokens that were not
     computed).
     """
 
@@ -62,7 +62,7 @@ class Provider(Protocol):
         ...
 
     async def unary(self, call: Call) -> bytes:
-        """The JSON bytes that answer a call without a stream (embeddings); raises UpstreamError."""
+        """The JSON bytes that answer a call without a stream (embeddings, reranking); raises UpstreamError."""
         ...
 
     async def aclose(self) -> None:

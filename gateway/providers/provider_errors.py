@@ -1,8 +1,9 @@
 """Converts error bodies and headers of clouds into UpstreamError, without secrets.
 
-Messages and codes of the providers are kept, with four exceptions: a prompt that is too long for the model becomes
-`context_length_exceeded`, a request above the account's limit per minute `request_too_large`, blocked content
-`content_filter`, and errors of the account (invalid key, no credit) get the status 401 or 402.
+Messages and codes of the providers are kept, with five exceptions: a prompt that is too long for the model becomes
+`context_length_exceeded`, a request above the account's limit per minute or day `request_too_large`, blocked content
+`content_filter`, an unknown parameter without a code `unsupported_parameter`, and errors of the account (invalid key,
+no credit) get the status 401 or 402.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 
 
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
-    """`text` without the given secrets and without anything that looks like an API key.
+    """The first MAX_MESSAGE_CHARS of `text`, without the given secrets and anything that looks like an API key.
 
     A secret is removed where it is not part of a longer word. Secrets shorter than MIN_SECRET_CHARS are ignored: they
     are placeholders for servers without keys and may occur in ordinary text.

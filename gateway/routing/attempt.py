@@ -26,7 +26,8 @@ from inference.protocol import FULL_FOR
 log = logging.getLogger("gateway.routing.chain_runner")
 
 COMMENT_GRACE_SECONDS = 5.0
-"""How long comments of the last candidate are held back. A refusal within this time can still set the HTTP status."""
+"""Comments are left out for at most this long after the start of a request. A refusal within this time can still set
+the HTTP status."""
 
 _FINISHED = Observation(End.FINISHED)
 
@@ -91,7 +92,7 @@ class Attempt:
             self.reader.abort()
 
     async def open(self, *, forward_comments: bool) -> None:
-        """Reads until the commit; the frames so far are in `backlog`."""
+        """Reads until the commit; `backlog` then has the frames so far, without the comments before the commit."""
         await self.begin()
         is_committed = False
         while not is_committed:

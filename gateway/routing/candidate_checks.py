@@ -55,7 +55,7 @@ def fit(prompt_tokens: int, max_tokens: int | None, context_length: int) -> Fit:
 
 
 def about_tokens(size_bytes: int) -> int:
-    """A low estimate of the tokens of a body of `size_bytes`."""
+    """A rough estimate of the tokens of a body of `size_bytes`."""
     return size_bytes // BYTES_PER_TOKEN
 
 

@@ -195,7 +195,7 @@ class CandidateFilter:
         return checks.too_long(candidate, tokens, max_tokens, context)
 
     def _must_count(self, max_tokens: int | None, context: int) -> bool:
-        """Whether the tokens of the prompt decide if it fits `context`."""
+        """Whether the prompt's tokens have to be counted, and can be, to know whether they fit `context`."""
         is_countable = self._request.endpoint.streams and not self._request.needs & _UNCOUNTED
         return is_countable and not checks.certainly_fits(self._request.size_bytes, max_tokens, context)
 
@@ -262,7 +262,7 @@ class CandidateFilter:
         return None
 
     async def _count(self, candidate: Candidate, budget: Budget) -> int | None:
-        """The prompt's tokens for `candidate`, as a lower bound; None when there was no count in time."""
+        """The prompt's tokens for `candidate`, or a lower bound of them; None when they were not counted in time."""
         if candidate.model not in self._counts:
             seconds_left = budget.commit_by - asyncio.get_running_loop().time()
             count = await self._request_count(candidate, min(COUNT_SECONDS, seconds_left / 4))

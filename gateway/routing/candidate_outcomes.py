@@ -24,8 +24,8 @@ _CODES = frozenset(Code)
 class CandidateOutcome:
     """The outcome of one candidate. `name` is short and bounded, `message` is for people.
 
-    `retry_in` is in seconds, None when unknown. `drop` is set when no attempt was made, with the `param` that the
-    candidate does not support and the numbers in `details`. `upstream_error` is a 4xx that other candidates may not
+    `retry_in` is in seconds, None when unknown. `drop` is set when no attempt was made. `param` is the parameter that
+    the candidate does not support, `details` has the numbers. `upstream_error` is a 4xx that other candidates may not
     share, such as an unsupported parameter.
     """
 
@@ -78,7 +78,7 @@ class CandidateOutcomes:
         return candidate in self._deferred
 
     def start(self, candidate: Candidate) -> None:
-        """Records that an attempt begins, and removes the deferral of the candidate."""
+        """An attempt begins: if the candidate was deferred, its earlier outcomes no longer count."""
         if self._deferred and candidate in self._deferred:
             self._all = [outcome for outcome in self._all if outcome.candidate != candidate]
 
@@ -173,16 +173,16 @@ _FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, D
 """Drops that a retry of the same request does not change."""
 
 _FIT_SECONDS = 2.0
-"""Retry time where memory may become free at any time. The view of the models is not refreshed more often."""
+"""Retry time where memory may become free at any time: the time between two polls of the models."""
 
 
 def no_answer(
     request: InferenceRequest, outcomes: Sequence[CandidateOutcome], time_spent: str | None, *, is_retry: bool = False
 ) -> GatewayError:
-    """The error for a request that every candidate dropped, refused or failed.
+    """The error for a request whose candidates all were dropped, refused it or failed.
 
-    `time_spent` is the limit that passed, None while time is left. `is_retry`: the client has retried before, and gets
-    `x-should-retry: false`.
+    `time_spent` is the limit that passed, None while time is left. `is_retry`: the client has retried before;
+    unless a full queue is the only problem, it gets `x-should-retry: false`.
     """
     each = "; ".join(f"{outcome.candidate.place}: {outcome.message}" for outcome in outcomes)
     drops = {outcome.drop for outcome in outcomes}
@@ -267,7 +267,7 @@ def _param_in_need(request: InferenceRequest) -> str:
 
 
 def _soonest(outcomes: Sequence[CandidateOutcome]) -> float:
-    """Whole seconds, at least 1, until the first candidate may be tried again."""
+    """Whole seconds, at least 1, until one of the candidates may be tried again."""
     waits = [
         outcome.retry_in or (_FIT_SECONDS if outcome.drop is Drop.NO_FIT else 0.0)
         for outcome in outcomes

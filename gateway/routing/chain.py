@@ -50,7 +50,7 @@ class Candidate:
         known = self._on_nodes
         if (found := known.get(node)) is None:
             if len(known) >= MAX_NODES:
-                known.clear()  # their names change where they are addresses
+                known.clear()  # names of nodes that are addresses change
             found = known[node] = replace(self, node=node)
             found.__dict__["_on_nodes"] = known  # one dictionary for all: requests go from node to node
         return found

@@ -20,10 +20,10 @@ from headgate.shared.traces.trace_context import SpanContext
 from inference.protocol import Code, Progress, Restored
 
 KEPT = 1000
-"""Records that are kept of requests with a route; the oldest are dropped first."""
+"""How many records of requests with a route are kept; the oldest are dropped first."""
 
 KEPT_REFUSED = 200
-"""Records that are kept of requests that were refused before they had a route."""
+"""How many records of requests that were refused before they had a route are kept."""
 
 MAX_PARAM_CHARS = 256
 

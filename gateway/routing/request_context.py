@@ -47,7 +47,7 @@ class RequestContext(NamedTuple):
     """The client and its limits.
 
     `silence_seconds` is how long the client waits for the answer to begin, `gap_seconds` for its next byte. `retries`
-    is the number of earlier attempts by the same client. `meter` counts the tokens of a key with limits.
+    is how often the client has sent the same request before. `meter` counts the tokens of a key with limits.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class RequestContext(NamedTuple):
 
 
 class RoutePolicy(NamedTuple):
-    """The configuration of one route. `limits` apply where the client sets none.
+    """The configuration of one route. `limits` are the configured ones; those of the client are added per request.
 
     `stream_interval` and `whole_interval` are values of the header H_STREAM_INTERVAL; empty for none.
     """
@@ -114,7 +114,7 @@ class GatewayState:
         return self.view if node is None else node.view
 
     def provider_of(self, candidate: Candidate) -> Provider | None:
-        """The provider of a candidate; any node's while it is not settled, because they accept the same requests."""
+        """The provider of a candidate; any node's while it is not settled, as all nodes accept the same requests."""
         found = self.registry.providers.get(candidate.provider_key)
         if found is None and candidate.is_local and not candidate.node:
             return next((node.provider for node in self.nodes.values()), None)
@@ -179,8 +179,9 @@ def _interval(wanted_seconds: float, silence_seconds: float) -> str:
 class RequestState:
     """The state of one request that its attempts need.
 
-    The chain runner assigns `budget` and `stream_interval`; everything else is fixed. The client has already waited
-    `waited_seconds` for admission. `cancel_reason` returns, inside a cancelled task, why the task was cancelled.
+    The chain runner assigns `budget` and `stream_interval`, and `conversation` is a cache; everything else is fixed.
+    The client has already waited `waited_seconds` for admission. `cancel_reason` returns, inside a cancelled task, why
+    the task was cancelled.
     """
 
     gateway: GatewayState
@@ -257,7 +258,7 @@ class RequestState:
         return self.conversation
 
     def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
-        """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""
+        """`body` with `max_tokens` cut to the model's context, for requests with `clamps_max_tokens`."""
         if not self.request.clamps_max_tokens or not isinstance(body, ChatRequest):
             return body
         status = self.gateway.view_of(candidate).models.get(candidate.model)

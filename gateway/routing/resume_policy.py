@@ -1,8 +1,8 @@
 """Decides whether an interrupted answer is resumed, by which candidates, and with which request.
 
 Only plain text is resumed: the second half of a JSON text is not valid JSON. The same local model continues token by
-token (`answer_so_far`, which counts as its own output); another local model continues the same text. A cloud continues
-a prefilled assistant message where its model supports that, and gets an instruction otherwise.
+token: it gets the text as `answer_so_far`, its own output. Another local model continues the same text. A cloud
+continues a prefilled assistant message where its model supports that, and gets an instruction otherwise.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def resume_order(
     partial: PartialAnswer,
     stalled: Collection[Candidate] = (),
 ) -> tuple[Candidate, ...]:
-    """The candidates that may resume, in order: the same local model, other local models, clouds, each group in the
-    order of the chain.
+    """The candidates that may resume, in order: the same local model, other local models, the same cloud, other clouds;
+    those of one group in the order of the chain.
 
     A candidate that rejected the request is left out. So is a cloud in `stalled`, which sent only keep-alives until
-    its deadline and would probably do so again. Without content in `partial` every cloud may start a new answer.
+    its deadline and would probably do so again. While `partial` is empty, `policy` excludes no cloud.
     """
     found = [other for other in candidates if why_excluded(other, broken, verdict, policy, partial, stalled) is None]
     return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))

@@ -1,8 +1,8 @@
 """Follows one answer over the attempts that generate its pieces, and starts the next attempt after a break.
 
-A break after the commit is settled like every other end of an attempt. Then each candidate that may resume is tried
-once, all within one deadline, and its frames are joined to the answer. When no candidate can, the error of the break is
-raised.
+A break after the commit is settled like every other end of an attempt. Then the candidates that may resume are
+tried in turn, all within one deadline; the frames of the first one that opens a stream are joined to the answer. When
+no candidate can resume, the error of the break is raised.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Answer:
         return False
 
     def _longest_pause(self, now: float) -> float:
-        """How long to wait before a second try: half of what the client waits, and until the deadline at most."""
+        """The longest wait before a second try: half of the client's wait, up to the deadline and MAX_PAUSE_SECONDS."""
         assert self._budget is not None
         return min(
             resume_policy.MAX_PAUSE_SECONDS, self._budget.resume_seconds_left(now) / 2, self._budget.commit_by - now

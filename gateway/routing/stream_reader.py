@@ -71,7 +71,7 @@ class StreamReader:
         self.answered = False
         """Whether content or a finish reason has arrived."""
         self.longest_silence = 0.0
-        """The longest wait in seconds that ended with a frame."""
+        """The longest wait in seconds that ended with a frame from `next`; a cloud's breaker resets it."""
         self._last = last
         self._on_frame = on_frame
         self._on_progress = on_progress
@@ -82,7 +82,7 @@ class StreamReader:
         self._whole = whole
         self.is_replaceable: Callable[[bool], bool] | None = None
         """Returns whether another attempt could resume the answer; with True, after the breaker of its service opened.
-        None before the commit."""
+        None before the commit, and for an answer that is not streamed."""
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         """The task that waits for the provider now."""
@@ -91,7 +91,7 @@ class StreamReader:
 
     @property
     def last_activity(self) -> float:
-        """Time of the last frame or comment, on the loop's clock."""
+        """Time of the last frame or comment, or of the start of the last wait for one, on the loop's clock."""
         return self._last_activity
 
     def silent_seconds(self) -> float:
@@ -99,7 +99,7 @@ class StreamReader:
         return 0.0 if self._task is None else self._loop.time() - self._last_activity
 
     def mark_sent(self) -> None:
-        """The client has a part of this stream: from now on only the deadlines for silence apply."""
+        """The client has a part of this stream: the deadline for the commit no longer applies."""
         self._sent = True
 
     async def open(self) -> None:
@@ -282,7 +282,7 @@ class StreamReader:
         self._expire(deadline)
 
     def _expire(self, deadline: Deadline) -> None:
-        """Cancels the waiting task, once: a second one would look like a cancellation by the client."""
+        """Cancels the waiting task, once: a second cancellation would look like one by the client."""
         if self._task is not None and self._expired is None:
             self._expired = deadline
             self._task.cancel()

@@ -27,7 +27,7 @@ from gateway.shared_state.shared_state import SharedState
 log = logging.getLogger("gateway.shared_state")
 
 CLAIM_SECONDS = 10.0
-"""A claim ends this long after its last renewal, which each heartbeat makes: when its gateway was killed."""
+"""A claim ends this long after its last renewal. Each heartbeat renews it, until its gateway is killed."""
 REASON_CHARACTERS = 300
 
 Key = tuple[str, str]
@@ -180,7 +180,7 @@ class BreakerSync:
         return found
 
     def _forget_old(self) -> None:
-        """Forgets entries after the time after which the store does: model names may come from clients."""
+        """Forgets entries as early as the store does (FORGET_SECONDS): model names may come from clients."""
         since = self._state.server_time() - FORGET_SECONDS
         self._known = {key: one for key, one in self._known.items() if max(one.at, one.open_until or 0.0) >= since}
 
@@ -232,7 +232,7 @@ class BreakerSync:
         return ClaimRefused(*key, changed=reply[0] == "changed")
 
     def end_claim(self, field: str, token: str) -> None:
-        """Releases a claim after the changes that were made before."""
+        """Releases a claim, after the changes that were made before it are sent."""
         if self._held.get(field) == token:
             del self._held[field]
         self._released.append((field, token))

@@ -85,7 +85,7 @@ class SharedState:
         return server_seconds - self._offset
 
     async def start(self) -> None:
-        """Waits at most START_SECONDS for the connection to the store. Without it the gateway starts alone."""
+        """Waits at most START_SECONDS for a connection to the store. Without a connection the gateway starts alone."""
         if self._count_file is not None:
             self.gateways = await self._count_file.load()
         self._tasks = [

@@ -59,7 +59,7 @@ def shown(url: str) -> str:
 class Store:
     """The connection. `on_lost` is called once with the reason when it breaks; then `open` makes a new one.
 
-    `on_error` is called with the operation of each command that failed.
+    `on_error` is called with the operation of a command that failed, once for all commands of it that a break fails.
     """
 
     def __init__(self, url: str, on_lost: Callable[[str], None], on_error: Callable[[str], None]) -> None:
@@ -130,7 +130,7 @@ class Store:
             raise StoreLostError("too many commands wait to be sent") from None
 
     def post(self, operation: str, script: str, keys: Sequence[str], values: Values = ()) -> asyncio.Future[Any] | None:
-        """Sends a script after the commands that wait already. The reply may be ignored; None while it is lost."""
+        """Sends a script after the commands that wait already. The reply may be ignored; None if it cannot be sent."""
         reply = asyncio.get_running_loop().create_future()
         reply.add_done_callback(_ignore_loss)
         try:

@@ -85,7 +85,7 @@ class CapturingWriter:
         return self._writer.end_with_error(code, message)
 
     def answer(self) -> bytes:
-        """The answer as one OpenAI object, with `error` if it ended in one."""
+        """The answer as one OpenAI object, with `error` if it ended in an error."""
         try:
             found = self._answer.result()
         except ValueError:  # no chunk was written

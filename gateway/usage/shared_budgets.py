@@ -1,7 +1,8 @@
 """Budgets over all gateways: each writes what it used itself in the month, and reads the sums of the others.
 
 Every gateway writes totals of its own, which it keeps in its usage file, so nothing is lost or counted twice when the
-store loses its data. A request waits for nothing: the sums are at most a heartbeat old.
+store loses its data. A request waits for nothing: the sums are at most a heartbeat old, or a few with more than
+MAX_KEYS keys.
 """
 
 from __future__ import annotations

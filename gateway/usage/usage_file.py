@@ -166,7 +166,8 @@ class UsageFile:
         return {key: Spent(dollars, tokens) for key, dollars, tokens in rows}
 
     def sums(self, by: Sequence[str], since: float, until: float) -> list[dict[str, Any]]:
-        """Sums of the requests in [since, until), grouped by GROUPS in `by`; the largest cost first, days in order.
+        """Sums of the requests in [since, until), grouped by GROUPS in `by`; the largest cost first, or in order of
+        days if these are the first group.
 
         `errors`: without a complete answer. `unpriced`: answers of models without a known price.
         """

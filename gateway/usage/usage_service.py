@@ -115,7 +115,7 @@ class UsageService:
             self._writer.put_bodies(Captured(record.started, record.id, record.key, record.route, *texts))
 
     async def captured(self, request_id: str) -> Captured:
-        """The stored bodies of a request; raises RequestError (404)."""
+        """The stored bodies of a request; raises RequestError, 404 if there are none."""
         found = None if self._writer is None else await self._read_file(lambda file: file.captured(request_id))
         if found is None:
             raise RequestError(

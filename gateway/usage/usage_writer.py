@@ -81,7 +81,7 @@ class UsageWriter:
         self._thread.join(CLOSE_SECONDS)
 
     def flush(self) -> None:
-        """One batch: writes, applies changed keys, removes old rows. Errors are logged once, until it works again."""
+        """One batch: writes, applies changed keys, removes old rows if due. Errors are logged once, until it works."""
         batch: list[UsageRow] = []
         try:
             if self._file is not None and not self._file.is_in_place():

@@ -161,5 +161,5 @@ def _block(block: Block, ids: ToolIds, *, from_user: bool) -> Block:
 
 
 def _tool(tool: MessagesTool) -> MessagesTool:
-    """`tool` without `defer_loading`, which needs a tool-search tool, which the gateway does not accept."""
+    """`tool` with an object schema, and without `defer_loading`, which needs a tool that the gateway rejects."""
     return replace(tool, defer_loading=None, input_schema={"type": "object", **tool.input_schema})

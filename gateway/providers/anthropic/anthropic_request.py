@@ -115,7 +115,7 @@ def check_supported(body: ChatRequest, model: str) -> None:
 
 
 def needs_sampling_version(request: CountedRequest) -> bool:
-    """Whether a request made by `to_anthropic` must be sent with `anthropic-version: SAMPLING_VERSION`."""
+    """Whether a request to Anthropic must be sent with `anthropic-version: SAMPLING_VERSION`."""
     return any(value is not None for value in (request.temperature, request.top_p, request.top_k))
 
 

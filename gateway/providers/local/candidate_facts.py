@@ -83,7 +83,7 @@ def likely_failure(status: ModelStatus, devices: Mapping[str, DeviceState], age:
 
 
 class Facts(NamedTuple):
-    """The facts about a candidate now; None means unknown and is never a reason to drop.
+    """The facts about a candidate now; None means unknown, or no obstacle, and is never a reason to drop.
 
     `breaker_open_for`: seconds until its breaker admits a probe. `queue_full_for`: the rest of the Retry-After of a
     full queue, in seconds. `unsupported`: the parameters of the request that its provider does not support, with

@@ -99,12 +99,12 @@ class InferenceView:
 
     @property
     def age(self) -> float:
-        """Seconds since the last answer; infinite before the first."""
+        """Seconds since the last answer or `snapshot` event; infinite before the first."""
         return math.inf if self._seen_at is None else self._clock() - self._seen_at
 
     @property
     def reachable(self) -> bool | None:
-        """Whether the last poll was answered; None before the first."""
+        """Whether the last poll was answered, or a ready service has sent a snapshot since; None before the first."""
         return self._reachable
 
     @property
@@ -342,7 +342,7 @@ class Events:
         return "the stream ended"
 
     def _log_reason(self, why: str) -> None:
-        """Logs once why there are no events."""
+        """Logs why there are no events, unless the reason is the last one."""
         if why != self._last_reason and not self._figures:
             log.info("no event stream from the inference service (%s); polling it every few seconds", why)
         self._last_reason = why

@@ -1,4 +1,6 @@
-"""Classifies the chunks of an OpenAI stream, whose bytes are relayed unchanged (pure)."""
+"""Classifies the chunks of an OpenAI stream (pure). Their bytes are relayed unchanged, except where tool calls need an
+index or a chunk came in several lines.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,7 @@ class CallNumbers:
         self._ids: dict[int, str | None] = {}
         """The ids of the calls by index."""
         self._latest: dict[int | None, int] = {}
-        """The assigned index by the last index of the provider."""
+        """The index that was last assigned, by the index of the provider; under None the last of all."""
 
     def number(self, pieces: Iterable[dict[str, Any]]) -> bool:
         """Sets the index of every piece of a delta's `tool_calls` in place; returns whether one changed."""

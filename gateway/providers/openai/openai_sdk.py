@@ -1,6 +1,6 @@
 """OpenAI and OpenAI-compatible providers. The official SDK gives the address and the headers.
 
-Chunks are relayed byte for byte.
+Chunks are relayed byte for byte where possible, see `openai_events`.
 """
 
 from __future__ import annotations
