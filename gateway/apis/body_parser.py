@@ -47,7 +47,7 @@ def with_request_errors(read: Callable[P, T]) -> Callable[P, T]:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """The object in `raw`; raises RequestError for invalid JSON, another value, or too deep nesting."""
+    """The object in `raw`; raises RequestError for invalid JSON, another value, too many values or too deep nesting."""
     check_count(raw)
     try:
         body = orjson.loads(raw)

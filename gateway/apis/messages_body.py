@@ -1,4 +1,6 @@
-"""The request body of Anthropic's Messages API. Unknown fields are refused at every level, as Anthropic does."""
+"""The request body of Anthropic's Messages API. Unknown fields are refused, as Anthropic does, except in cache marks,
+citations and metadata.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Relays a committed answer to its client.
 
-A stream ends in `[DONE]` only after a finish reason. An interrupted answer ends in an error frame.
+A stream ends in the end mark of its API (`[DONE]` of OpenAI's) only after a finish reason, else in an error frame.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ async def relay(
 ) -> str:
     """Sends status, headers and the rest of `answer`, settles it and closes it; returns the name of its outcome.
 
-    With a wire, frames are written as they arrive, and this task wakes only for the end and for breaks. Returns
-    `client_left` after a disconnect; other cancellations propagate.
+    With a wire, frames of a local answer are written as they arrive, and this task wakes only for its end and breaks.
+    Returns `client_left` after a disconnect, and `shutting_down` after `interrupt_all`; other cancellations propagate.
     """
     wire = exchange.wire
     before = 0.0

@@ -90,7 +90,7 @@ def health_router(runtime: Runtime) -> APIRouter:
 
 
 def admin_router(runtime: Runtime) -> APIRouter:
-    """`/admin/*`: breakers, explain records, reload. All paths need an admin key."""
+    """`/admin/*`: breakers, nodes, explain records, stored bodies, usage, reload. All paths need an admin key."""
     routes = APIRouter(prefix="/admin")
 
     def admit(request: Request) -> None:

@@ -78,7 +78,7 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 
 @dataclass(slots=True)
 class Job:
-    """One request with a key, a body and a route. `state` is kept while it waits: a reload may remove the route."""
+    """One request with a key, a body and a route. `state` stays: a reload may remove the route meanwhile."""
 
     parsed: ApiRequest
     state: GatewayState
@@ -240,7 +240,7 @@ class Generation(RequestApp):
                 fetched.close()
 
     def finish(self, record: Record) -> None:
-        """Counts the request and logs its end."""
+        """Counts the request, stores its usage and logs its end."""
         telemetry = self.runtime.telemetry
         if record.outcome == _LEFT:
             telemetry.disconnects.inc()
@@ -326,7 +326,7 @@ def _finished(record: Record, tier: str) -> Finished:
 
 
 def log_end(record: Record) -> None:
-    """Logs the end of a request: at level DEBUG when the first candidate answered, else at INFO."""
+    """Logs the end of a request: at level DEBUG when the first candidate gave the whole answer, else at INFO."""
     ordinary = record.outcome == "success" and record.reason == "none"
     if ordinary and not log.isEnabledFor(logging.DEBUG):
         return

@@ -107,7 +107,7 @@ class _Counting:
         )  # fmt: skip
 
     async def result(self) -> tuple[Candidate, int]:
-        """The candidate that would answer, and its count; raises GatewayError when it cannot count."""
+        """The candidate that would answer, and its count; raises GatewayError when there is no count."""
         waiting = self._candidates()
         while waiting and self._budget.has_time(self._loop.time()):
             candidate = await self._filter.settled(waiting.popleft(), self._budget)
@@ -131,7 +131,7 @@ class _Counting:
         raise no_answer(self._request, waits, spent, is_retry=self._context.retries > 0)
 
     def _candidates(self) -> deque[Candidate]:
-        """The candidates to try. When all lack memory or queue space, local ones can still count."""
+        """The candidates to try. If none is kept, local ones that only lack memory or queue space can still count."""
         chain = self._filter.select()
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)

@@ -48,7 +48,7 @@ class BoundedHttp(WiredHttp):
     """uvicorn's HTTP protocol with limits for headers (size and time), pipelined requests, unread bytes and their time,
     and the number of connections.
 
-    When there are too many connections, the one that has been idle longest is closed.
+    When there are too many connections, the one that has been idle longest is closed; if none is idle, the new one.
     """
 
     head_seconds = HEAD_SECONDS

@@ -53,7 +53,8 @@ the client's API."""
 class Exchange:
     """The headers of a request, and the values of the response headers.
 
-    `waited_seconds` (admission) and `upstream_seconds` (providers) are not the gateway's own time.
+    `waited_seconds` (admission, refresh of the models) and `upstream_seconds` (providers) are not the gateway's own
+    time.
     """
 
     request_id: str

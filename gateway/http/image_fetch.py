@@ -63,7 +63,7 @@ class _CheckedResolver(AbstractResolver):
 
 
 class Images:
-    """Fetches images for all requests. Use inside the running loop; `aclose` ends it."""
+    """Fetches images for all requests. Use it inside the running loop; `aclose` closes its connections."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request id, headers on every response, Host check, CORS, and errors of defects.
+"""The outermost ASGI layer: request id, headers on every response, Host check, CORS, and the error for a defect.
 
 Plain ASGI, because Starlette's middleware wraps responses in streams that hide a disconnect of the client.
 """
@@ -54,7 +54,7 @@ def _is_loopback_host(header: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def canonical_path(path: str) -> str:
-    """The path without a trailing slash, and with one `/v1` at its start.
+    """The path without a trailing slash, and with a single `/v1` at its start if it begins with `/v1`.
 
     Clients whose base address ends in `/v1` send `/v1/v1/messages`; those with a trailing slash send `//v1/messages` or
     `/v1//messages`.
@@ -95,8 +95,8 @@ async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str]
 
 
 class Edge:
-    """Wraps the application. `hot` maps paths whose POST goes straight to its own application, `errors` maps
-    paths to their error envelope.
+    """Wraps the application. `hot` maps a path to the application of its POST requests, `errors` maps a path
+    to its error envelope.
 
     `bound_host` is the address that the gateway listens on. When it is loopback, requests with another Host are
     rejected, as a protection against DNS rebinding. `cors_origins` returns the origins that are allowed now.

@@ -95,7 +95,7 @@ def long_names(body: CountedRequest) -> dict[str, str]:
 
 
 def to_chat(body: CountedRequest) -> ChatRequest:
-    """The chat request of a decoded body; raises RequestError if tool calls and results do not match."""
+    """The chat request of a decoded body; raises InvalidBodyError if tool calls and results do not match."""
     turns = _turns(body.messages)
     chat = ChatRequest(
         model=body.model,
@@ -226,8 +226,8 @@ def _call(block: ToolUseBlock) -> ToolCall:
 def _user(turn: _Turn, calls: dict[str, str]) -> Iterator[Message]:
     """The results in the order of their calls, then the other content.
 
-    Images in results become parts of the user message: tool messages hold text only. Raises RequestError for a result
-    without a call.
+    Images in results become parts of the user message: tool messages hold text only. Raises InvalidBodyError for a
+    result without a call.
     """
     results: dict[str, ToolResultBlock] = {}
     for path, block in turn.of(ToolResultBlock):

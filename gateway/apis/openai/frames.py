@@ -90,7 +90,7 @@ _CONTENT_FIELDS = frozenset(
 
 
 def frame_of(payload: bytes) -> Data:
-    """The frame for `payload`, with the parsed chunk if `payload` is a JSON object."""
+    """The frame for `payload`, which is like a JSON object; with the parsed chunk if it has a list of `choices`."""
     try:
         chunk = loads(payload)
     except ValueError:

@@ -37,7 +37,8 @@ class ChatRequest(ChatBody, kw_only=True):
     """A chat of any public API."""
 
     origin: CountedRequest | None = msgspec.field(default=None, name="$origin")
-    """The Messages request that this chat was translated from. Anthropic as a provider receives it unchanged."""
+    """The Messages request that this chat was translated from. Anthropic as a provider gets it as
+    `gateway.providers.anthropic.anthropic_native` adapts it."""
     from_messages: bool = msgspec.field(default=False, name="$from_messages")
     """Whether fields have the meaning of the Messages API. It stays true when a changed copy has no origin."""
 
@@ -60,10 +61,10 @@ AUDIO = "audio"
 
 
 class InferenceRequest(NamedTuple):
-    """A well-formed request. `body` is immutable by convention: a change makes a copy (`openai_bodies.changed`).
+    """A well-formed request. `body` is immutable by convention: a change makes a copy (see `changed`).
 
     `needs` are capabilities (`chat`, `vision`, `tools`, `embeddings`, ...). `size_bytes` is what the client sent.
-    `is_plain`: the answer is one text of any shape (one choice, no tools, no format, no logprobs). Only
+    `is_plain`: the answer is one text without a required shape (one choice, no tools, no format, no logprobs). Only
     such an answer can be resumed.
     """
 
@@ -77,7 +78,7 @@ class InferenceRequest(NamedTuple):
     size_bytes: int
     is_plain: bool
     clamps_max_tokens: bool = False
-    """Whether `max_tokens` is reduced to what a model allows. Clients of the Messages API must send it."""
+    """Whether `max_tokens` is cut to a model's context: in Ollama's API, and in the Messages API, which requires it."""
 
     @property
     def prompt_param(self) -> str:
@@ -97,7 +98,7 @@ BODIES: Mapping[Endpoint, tuple[type[Body], Callable[[Mapping[str, Any]], AnyReq
     Endpoint.EMBEDDINGS: (EmbeddingRequest, partial(decode_embedding, path="/v1/embeddings")),
     Endpoint.RERANK: (RerankRequest, partial(decode_rerank, path="/v1/rerank")),
 }
-"""The decoder of each endpoint's body."""
+"""The type and the decoder of each endpoint's body."""
 
 _NEEDS: Mapping[Endpoint, frozenset[str]] = {
     Endpoint.CHAT: frozenset(("chat",)),
@@ -123,7 +124,7 @@ _MARK_CHARS = 12
 
 
 def short_name(name: str) -> str:
-    """The name of a tool, shortened to its beginning and a hash of the whole name."""
+    """The name of a tool; one that is too long is shortened to its beginning and a hash of the whole name."""
     if len(name) <= MAX_TOOL_NAME_CHARS:
         return name
     mark = sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:_MARK_CHARS]

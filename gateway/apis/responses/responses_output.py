@@ -49,7 +49,7 @@ class Item(ABC):
 
 
 class Reasoning(Item):
-    """The reasoning of a model; its full text is also the summary."""
+    """The reasoning of a model as text, without a summary."""
 
     def __init__(self, id: str, index: int, *, with_encrypted_content: bool) -> None:
         super().__init__(id, index)

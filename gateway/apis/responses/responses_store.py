@@ -1,6 +1,7 @@
 """Stores responses in memory for later requests of the same key.
 
-Above the size limit the key with the most bytes loses its oldest response, so that no key displaces those of others.
+Above the size limit the key with the most bytes loses its oldest response, so that no key displaces the
+responses of another.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Store:
         return True
 
     def _expire(self, now: float) -> None:
-        """Removes expired answers; the answers of each owner are in order of expiry."""
+        """Removes expired answers, the oldest of an owner first; those of other gateways may stay a little longer."""
         for owner, answers in list(self._owners.items()):
             while answers and answers[id := next(iter(answers))].until <= now:
                 self._drop(owner, id)
