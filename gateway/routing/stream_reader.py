@@ -163,9 +163,9 @@ class StreamReader:
             offer(lambda frames: self._passes(frames, sink))
 
     def _passes(self, frames: list[Frame], sink: Callable[[list[Frame]], bool]) -> bool:
-        self._note_all(frames)
         if not sink(frames):
-            return False
+            return False  # `ready` or `next` returns them
+        self._note_all(frames)
         self._last_activity = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline().at, self._fire)
@@ -205,8 +205,8 @@ class StreamReader:
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
-            # after the commit single frames matter only to a meter, and comments to deadlines
-            if not self.answered or self._on_frame is not None or not isinstance(frame, Data):
+            # after the commit single frames matter only to a meter, and comments and empty chunks to deadlines
+            if not self.answered or self._on_frame is not None or not isinstance(frame, Data) or frame.kind is OTHER:
                 self._note(frame)
             else:
                 self._idle_since = None

@@ -190,6 +190,16 @@ def test_requests_fail_at_the_end_of_the_service() -> None:
     assert not world.state.ledger.holdings
 
 
+@pytest.mark.parametrize(
+    "request_", [events.Refresh(), events.Defragment(), events.Plan("a", {})], ids=lambda one: type(one).__name__
+)
+def test_commands_that_need_readings_fail_at_the_end_of_the_service(request_: events.Request) -> None:
+    world = begin({"a": {}})
+    world.send(events.Closing(stops_workers=True))
+    id = world.command(request_)
+    assert isinstance(world.errors[id], ShuttingDown)
+
+
 def test_models_are_loaded_at_start_as_far_as_there_is_room() -> None:
     world = begin({"a": {}, "b": {}, "c": {}}, enable_lazy_model_loading=False, memory_limit_gb=0.5)
     world.live(2)

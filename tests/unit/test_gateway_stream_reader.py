@@ -1,10 +1,12 @@
-"""Silence of a stream counts only while a task waits for it."""
+"""Silence of a stream counts only while a task waits for it; frames that a sink refuses count once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+import pytest
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.providers.provider import Call
@@ -57,3 +59,43 @@ async def _listen() -> None:
 
 def test_silence_counts_only_while_a_task_waits() -> None:
     virtual_time.run(_listen())
+
+
+class Offering:
+    """A stream that offers its frames to a sink and keeps those that are refused."""
+
+    name = "offering"
+    is_local = True
+
+    def __init__(self) -> None:
+        self.kept: list[Frame] = []
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[Offering]:
+        yield self
+
+    def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
+        self._sink = sink
+
+    def arrive(self, frames: list[Frame]) -> None:
+        if not self._sink(frames):
+            self.kept += frames
+
+    def take_ready(self) -> list[Frame]:
+        frames, self.kept = self.kept, []
+        return frames
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+async def test_each_frame_is_counted_once(accepts: bool) -> None:
+    """Also if the sink refuses it, so that it is read later."""
+    budget = Budget(Limits(1e3, 1e3, 1e6, 1e6, 2), asyncio.get_running_loop().time())
+    provider, seen = Offering(), []
+    call = typed_call(Endpoint.CHAT, "m", {}, "id")
+    reader = StreamReader(provider, call, budget, last=False, on_frame=seen.append)  # type: ignore[arg-type]
+    await reader.open()
+    reader.pass_on(lambda frames: accepts)
+    provider.arrive([WORD, WORD])
+    assert reader.ready() == ([] if accepts else [WORD, WORD])
+    assert (reader.pieces, seen) == (2, [WORD, WORD])
+    await reader.close()

@@ -30,6 +30,13 @@ def test_expired_responses_are_removed_by_the_next_put() -> None:
     assert store.size_bytes == 10
 
 
+def test_response_that_is_stored_again_counts_once() -> None:
+    store = Store(100, 60.0)
+    put(store, "a", "r1", 40)
+    put(store, "a", "r1", 30)
+    assert store.size_bytes == 30
+
+
 def test_over_the_limit_the_largest_owner_loses_its_oldest_response() -> None:
     store = Store(100, 60.0)
     put(store, "small", "s", 20)

@@ -64,6 +64,8 @@ class Store:
         kept = StoredResponse(response, items, now + self._seconds if until is None else until, ids, outputs)
         if kept.size_bytes > self._limit:
             return
+        if id in self._owners.get(owner, ()):
+            self._drop(owner, id)
         self._owners.setdefault(owner, OrderedDict())[id] = kept
         self._by_item.setdefault(owner, {}).update(dict.fromkeys(ids, id))
         self._sizes[owner] = self._sizes.get(owner, 0) + kept.size_bytes

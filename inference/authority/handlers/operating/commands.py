@@ -84,9 +84,11 @@ class Planned:
 
 # --- beginning -------------------------------------------------------------------------------------------------------
 def begin(draft: Draft, event: Commanded) -> None:
-    """Begins a command."""
+    """Begins a command; while the service ends only those that free memory."""
     id, request = event.command, event.request
-    if isinstance(request, Move):
+    if draft.state.closing and not isinstance(request, Unload | Offload | Evict):
+        draft.refuse(id, ShuttingDown())
+    elif isinstance(request, Move):
         moving.begin(draft, id, request)
     elif isinstance(request, Collect):
         _collect(draft, id)
@@ -171,8 +173,6 @@ def _collect(draft: Draft, id: int) -> None:
 def _recover(draft: Draft, id: int, request: Recover) -> None:
     if error := device_incidents.refuse_recovery(draft.state, request.device):
         draft.refuse(id, error)
-    elif draft.state.closing:
-        draft.refuse(id, ShuttingDown())
     else:
         draft.set_command(id, RecoverCommand(request.device))
         draft.emit(RenewProbes(id))
