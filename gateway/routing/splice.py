@@ -268,7 +268,7 @@ def _paired(text: str) -> str:
 
 
 def _chunk_of(frame: Data) -> dict[str, Any] | None:
-    """The chunk in `frame`; None for another payload."""
+    """The chunk in `frame`; None for another payload, also for text in another form, such as a list of parts."""
     try:
         chunk = frame.parsed()
     except ValueError:
@@ -276,6 +276,9 @@ def _chunk_of(frame: Data) -> dict[str, Any] | None:
     if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
         return None
     for choice in choices:
-        if not isinstance(choice, dict):
+        if not isinstance(choice, dict) or not isinstance(choice.get("text"), str | None):
+            return None
+        delta = choice.get("delta")
+        if delta is not None and not (isinstance(delta, dict) and isinstance(delta.get("content"), str | None)):
             return None
     return chunk

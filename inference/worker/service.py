@@ -66,13 +66,18 @@ log = logging.getLogger("headgate.worker")
 SWITCH_SECONDS = 0.0005
 """Time that another thread may hold the interpreter after a step of the engine; a tenth of Python's default."""
 DRAIN_SECONDS = 600.0
-STOP_SECONDS = 2.0
+STOP_SECONDS = 1.0
+"""Time for clients to read their last bytes when the context ends."""
 LAST_STEP_SECONDS = 60.0
 """Time that a step may still run when the model is offloaded."""
 STOP_STEP_SECONDS = 0.5
 """The same when the process ends."""
 STORE_SECONDS = 1.5
-"""Time for storing sequences at the end, and again for writing them to disk; STOP_SECONDS of the service is longer."""
+"""Time for storing sequences at the end, and again for writing them to disk.
+
+With STOP_STEP_SECONDS and STOP_SECONDS it is less than the time after which the service kills a worker
+(`worker_process.STOP_SECONDS`).
+"""
 SPINS = "4000"
 """Iterations that a computing thread spins before it sleeps while it waits for the others: about 0.1 ms."""
 
@@ -314,11 +319,14 @@ class Worker:
                 await asyncio.wait_for(self._ending, DRAIN_SECONDS)
         self._labels = deque()  # they end with the context, and with the process
         ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else STOP_STEP_SECONDS)
+        until = loop.time() + STOP_SECONDS
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(app.drained(), STOP_SECONDS)
+            async with asyncio.timeout_at(until):
+                await app.drained()
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving, STOP_SECONDS)
+            async with asyncio.timeout_at(until):
+                await serving
         self._send_pending(self._timings)
         if engine is not None and ended:
             engine.store_all(STORE_SECONDS)
@@ -354,7 +362,7 @@ class Worker:
     def _fatal(self, message: str) -> None:
         """The engine failed: ends the process after the requests got their errors."""
         log.error("the engine failed, the worker ends: %s", message)
-        threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+        threading.Timer(STOP_SECONDS, _exit, (1,)).start()
 
 
 def _limit_spinning(environ: MutableMapping[str, str]) -> None:

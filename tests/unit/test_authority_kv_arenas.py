@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from inference.authority import events
 from inference.authority.lifecycle import Action, Reason
+from inference.authority.views import kv_figures
 from inference.protocol import ExitCause, ModelState
 from inference.worker_link import Grant, Heartbeat, KvCounts
 from tests.rigs.authority_world import configuration
@@ -41,6 +43,17 @@ def change(world: StepWorld, models: dict[str, dict[str, Any]], **settings: Any)
     found = {name: {"parallel": 1, "min_residency": 0, **keys} for name, keys in models.items()}
     world.change(configuration(found, **settings))
     world.live(1)
+
+
+def test_models_with_sequences_on_disk_only_have_figures() -> None:
+    world = begin({"a": {}, "b": {}})
+    counts = KvCounts(disk_sequences=2, disk_tokens=9, disk_bytes=3 * MIB)
+    state = replace(world.state, models={**world.state.models, "a": replace(world.model("a"), kv_counts=counts)})
+    found = kv_figures.kv(state)
+    assert [one["model_name"] for one in found["models"]] == ["a"]
+    assert {name: found["total"]["tiers"]["disk"][name] for name in ("sequences", "tokens", "mb")} == {
+        "sequences": 2, "tokens": 9, "mb": 3.0,
+    }  # fmt: skip
 
 
 def test_loaded_models_share_equally_and_are_told_at_once() -> None:

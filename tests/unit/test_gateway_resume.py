@@ -278,6 +278,24 @@ def test_restarted_answer_may_have_any_shape() -> None:
     assert joined.kind is DeltaKind.CONTENT
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"delta": {"content": [{"type": "text", "text": "x"}]}},
+        {"delta": {"content": 1}},
+        {"delta": "role"},
+        {"text": []},
+    ],
+    ids=str,
+)
+def test_text_in_another_form_is_passed_on_and_ends_what_can_be_resumed(choice: dict[str, Any]) -> None:
+    """Some clouds stream contents as lists of parts."""
+    frame = Data(orjson.dumps({"id": "b", "created": 2, "choices": [choice]}), DeltaKind.CONTENT)
+    for how in ResumeMethod:
+        assert splice("One", how).join([frame]) == [frame]
+    assert kept(chunk("One"), frame).obstacle == "malformed"
+
+
 def test_text_after_signed_thinking_is_resumable() -> None:
     found = kept(chunk(reasoning_content="hm"), chunk(thinking_blocks=[{"type": "thinking", "signature": "s"}]))
     found.note([chunk("one "), chunk("two")])

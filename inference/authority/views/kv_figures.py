@@ -20,11 +20,11 @@ TRANSFERS: Mapping[str, tuple[str, str]] = {
 
 
 def kv(state: State) -> dict[str, Any]:
-    """Every model with a worker or a budget in host memory, their sums now, and the counters of all models since the
-    start.
-    """
+    """Every model with a worker or stored sequences, their sums now, and the counters of all models since the start."""
     caches = state.ledger.caches
-    shown = [model for model in state.models.values() if model.worker or model.id in caches]
+    shown = [
+        model for model in state.models.values() if model.worker or model.id in caches or model.kv_counts.disk_sequences
+    ]
     models = [_model(state, model) for model in shown]
     counts = [model.kv_counts for model in state.models.values()]
     disk_budget_mb = _disk_budget_mb(state)

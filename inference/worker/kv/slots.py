@@ -166,8 +166,7 @@ class Slots:
         """Stores `slot` before it loses the tokens behind the first `kept`, if they are worth it; False if that has to
         wait.
         """
-        is_worth_it = slot.unsaved - kept >= self._limits.min_copied and slot.tried != self._clock
-        if not (is_worth_it and self._can_store(slot)):
+        if slot.tried == self._clock or not (self._is_worth_storing(slot, kept) and self._can_store(slot)):
             return True
         if self._transfers < 1:
             return False
@@ -381,8 +380,11 @@ class Slots:
     def _arrives_soon(self, slot: Slot, kept: int) -> bool:
         """Whether `slot` would lose tokens behind the first `kept` that can be stored after the next batch only."""
         is_arriving = self._catalog is not None and slot.number in self._arriving
-        is_worth_it = slot.unsaved - kept >= self._limits.min_copied
-        return is_arriving and is_worth_it and any(other.taken for other in self._slots)
+        return is_arriving and self._is_worth_storing(slot, kept) and any(other.taken for other in self._slots)
+
+    def _is_worth_storing(self, slot: Slot, kept: int) -> bool:
+        """Whether storing `slot` saves enough computing, if it loses the tokens behind the first `kept`."""
+        return slot.unsaved - kept >= self._limits.min_copied
 
     def _has_no_window(self, slot: Slot) -> bool:
         """Whether `slot` is a copy whose window cells come with the next batch and are not usable before."""
