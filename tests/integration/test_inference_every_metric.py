@@ -177,7 +177,7 @@ async def _sequences_are_stored(start: Start, _patch: pytest.MonkeyPatch) -> Non
         assert value(service, "inference_kv_bytes", model="a", tier="disk") == 5 * MIB
         await service.authority.unload(model)
     shown = (await ask(service.app, "GET", "/memory/kv")).body
-    assert shown["models"] == []
+    assert [(one["model_name"], one["tiers"]["disk"]["mb"]) for one in shown["models"]] == [("a", 5.0)]
     assert (shown["total"]["misses"], shown["total"]["hit_rate"]) == (8, 0.6)
 
 
