@@ -98,6 +98,12 @@ class Paths:
         """The end of the names of its bars."""
         return f"{self.kv_type}_{self.model}_{self.place}"
 
+    def share_of_prefill(self, path: str) -> float:
+        """Median over the rounds of the seconds on a path, relative to the cold first token of their round."""
+        seconds, cold = self.seconds[path], self.seconds["cold"]
+        prefills = [one for one in cold for _ in range(len(seconds) // len(cold))]
+        return median(ratios(seconds, prefills))
+
 
 @dataclass(slots=True)
 class Samples:
@@ -491,13 +497,10 @@ def tables(paths: Sequence[Paths], loads: Samples) -> Iterator[str]:
 def bars(paths: Sequence[Paths], loads: Samples) -> Iterator[Bar]:
     """The bars that these samples allow, from ratios of paired rounds. A path that restored too little has no time."""
     for found in paths:
-        cold = found.seconds["cold"]
         for path, target in PATHS.items():
             if path not in found.seconds:
                 continue
-            seconds = found.seconds[path]
-            prefills = [one for one in cold for _ in range(len(seconds) // len(cold))]
-            share = float("nan") if found.missed[path] else median(ratios(seconds, prefills))
+            share = float("nan") if found.missed[path] else found.share_of_prefill(path)
             yield Bar(f"kv_ttft_{path}_over_prefill_{found.name}", share, "ratio", "<=", target)
             yield Bar(f"kv_answers_differ_{path}_{found.name}", found.texts[path], "answers", "<=", 0)
             yield Bar(f"kv_logprobs_differ_{path}_{found.name}", found.numbers[path], "answers", "<=", 0)

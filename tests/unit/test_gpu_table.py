@@ -95,7 +95,7 @@ def test_warm_models_are_compared_with_cold_ones() -> None:
 def test_stored_sequences_are_compared_with_their_prefill_and_with_copies() -> None:
     paths = kv.Paths(
         "1b", "gpu", "f16",
-        seconds={"cold": [10.0], "ram": [1.0], "disk": [2.0]},
+        seconds={"cold": [10.0], "ram": [0.5, 1.0, 1.0, 1.0, 9.0], "disk": [2.0]},
         missed={"ram": 0, "disk": 1},
         texts={"ram": 0, "disk": 0},
         numbers={"ram": 1, "disk": 0},
