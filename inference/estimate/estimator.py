@@ -24,7 +24,7 @@ from inference.errors import ModelFailed
 from inference.estimate.header_formula import Parts
 from inference.estimate.layers import Sizes
 from inference.estimate.model_estimate import Estimate, parameters_of
-from inference.estimate.overheads import Overheads, shape_of
+from inference.estimate.overheads import Overheads, host_bytes, shape_of
 from inference.file_stamp import NO_FILE, Fingerprint, changed
 from inference.settings import ModelSpec
 from inference.workers.helper_client import HelperError, run_helper
@@ -211,9 +211,9 @@ class Estimator:
         shape = shape_of(architecture, quantization, layers, spec.ubatch)
         host_rate = float(entry["host_bytes_per_second"])
         self._host_bytes_per_second = max(self._host_bytes_per_second, host_rate)
-        overhead = {device.id: self.overheads.of(device, shape) for device in here} | {CPU: self.overheads.host}
+        overhead = {device.id: self.overheads.of(device, shape) for device in here} | {CPU: host_bytes(here)}
         if spec.memory_overhead is not None:
-            overhead = {device.id: spec.memory_overhead for device in devices}
+            overhead |= {device.id: spec.memory_overhead for device in devices}
         overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"]) + int(entry["checkpoint_bytes"])
         for where, count in entry["projector_bytes"].items():
             overhead[names[where]] = overhead.get(names[where], 0) + int(count)

@@ -8,7 +8,7 @@ failed loads. A shape without enough observations has those of all shapes on the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headgate.shared.state_directory import StateDir
@@ -22,8 +22,13 @@ log = logging.getLogger(__name__)
 CPU_OVERHEAD_BYTES = 64 * MIB
 """Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
 
+DRIVER_HOST_BYTES = {"cuda": 160 * MIB}
+"""Host memory that the driver of an accelerator takes in a worker process, by kind of device (CUDA 13 with an H200: 150
+MiB).
+"""
+
 GPU_OVERHEAD_BYTES = 512 * MIB
-"""Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
+"""Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB, on an H200 590-600 MiB)."""
 
 MAX_BYTES = 2048 * MIB
 """A larger observation is foreign memory and is ignored."""
@@ -45,7 +50,6 @@ class Overheads:
         self._path = state.file("overheads.json")
         self._files = StateFileWriter("learned overheads")
         self._seen = load_state_file(self._path, _observations, "memory overheads of devices are learned again") or {}
-        self.host = CPU_OVERHEAD_BYTES
 
     def of(self, device: Reading, shape: str = "") -> int:
         """The overhead of a worker with a model of this shape on this accelerator, in bytes."""
@@ -69,6 +73,11 @@ class Overheads:
         if (now := self.of(device, shape)) != before:
             log.info("the overhead of a worker on %s (%s) is now %d MiB", device.name, shape, now // MIB)
         self._files.write(self._path, {"version": _VERSION, "seen": self._seen})
+
+
+def host_bytes(accelerators: Iterable[Reading]) -> int:
+    """Host memory of a worker on these accelerators, in bytes, besides buffers of llama.cpp."""
+    return CPU_OVERHEAD_BYTES + sum(DRIVER_HOST_BYTES.get(kind, 0) for kind in {item.kind for item in accelerators})
 
 
 def context_bytes(device: Reading) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from inference.authority import events
+from inference.authority.handlers.watching import advisor
 from inference.authority.lifecycle import Reason
 from inference.authority.placement.device_growth import (
     SLACK_BYTES,
@@ -34,9 +35,9 @@ SIZES = {"big": 16 * GIB, "small": 3 * GIB}
 begin = partial(step_world.begin, gpus=(CARD,))
 
 
-def card(*, tells_processes: bool, foreign_mib: int = 800) -> StepWorld:
-    """A card of 24 GiB with `big`, which is in use, `small`, which is idle, and another program."""
-    models = {name: {"parallel": 1, "min_residency": 0} for name in SIZES}
+def card(*, tells_processes: bool, foreign_mib: int = 800, **more: Any) -> StepWorld:
+    """A card of 24 GiB with `big`, which is in use, `small`, which is idle, and another program. `more`: settings."""
+    models = {name: {"parallel": 1, "min_residency": 0, **more} for name in SIZES}
     world = StepWorld(configuration(models), SIZES, (CARD,), tells_processes=tells_processes, gpu_bytes=24 * GIB * MIB)
     world.arrive()
     world.foreign_mib(CARD, foreign_mib)
@@ -91,6 +92,16 @@ def test_model_that_outgrows_the_share_of_the_device_leaves_and_not_its_neighbor
     (record,) = world.state.evictions
     assert (record.model_name, record.reason) == ("big", Reason.OUTGREW)
     assert any("of gpu-0 more than planned" in text for text in record.explanation)
+
+
+@pytest.mark.parametrize("configured_mib", [None, 100])
+def test_alert_of_growth_names_an_overhead_only_where_it_is_configured(configured_mib: int | None) -> None:
+    """Without `memory_overhead` the overhead on an accelerator is learned, and there is nothing to change."""
+    world = card(tells_processes=True, memory_overhead=None if configured_mib is None else configured_mib * MIB)
+    grow(world, "big", 1843)
+    world.live(60)
+    found = [(str(alert.kind), alert.subject) for alert in advisor.alerts(world.state, world.now)]
+    assert found == ([] if configured_mib is None else [("outgrown", "big")])
 
 
 # --- which model a change belongs to ---------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ from inference.estimate.headroom import (
 )
 from inference.estimate.headrooms import Headrooms
 from inference.estimate.layers import Sizes
-from inference.estimate.overheads import GPU_OVERHEAD_BYTES, KEPT, MAX_BYTES, Overheads, shape_of
+from inference.estimate.overheads import (
+    CPU_OVERHEAD_BYTES,
+    DRIVER_HOST_BYTES,
+    GPU_OVERHEAD_BYTES,
+    KEPT,
+    MAX_BYTES,
+    Overheads,
+    host_bytes,
+    shape_of,
+)
 from inference.settings import ModelSpec
 
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
@@ -79,6 +88,13 @@ def test_overhead_above_the_default_is_used_at_once(state: StateDir) -> None:
     for _ in range(KEPT):
         overheads.learn(CARD, 200 * MIB)
     assert overheads.of(CARD) == int(200 * MIB * 1.1)
+
+
+def test_driver_of_an_accelerator_takes_host_memory_once_per_process() -> None:
+    vulkan = replace(CARD, kind="vulkan")
+    assert host_bytes([]) == host_bytes([vulkan]) == CPU_OVERHEAD_BYTES
+    more = CPU_OVERHEAD_BYTES + DRIVER_HOST_BYTES["cuda"]
+    assert host_bytes([CARD]) == host_bytes([CARD, replace(CARD, id="gpu-1"), vulkan]) == more
 
 
 def test_implausible_overhead_is_ignored(state: StateDir) -> None:

@@ -16,7 +16,7 @@ from inference.authority.placement.plan import Option, Placement, Policy, Reques
 from inference.devices.device import CPU, Reading
 from inference.environment_settings import PREFIX, environment_names
 from inference.estimate.header_formula import Facts, Parameters, formula_on
-from inference.estimate.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES
+from inference.estimate.overheads import GPU_OVERHEAD_BYTES, host_bytes
 
 pytestmark = pytest.mark.unmeasured
 
@@ -88,7 +88,7 @@ def test_models_of_a_preset_fit_together(name: str, tmp_path: Path) -> None:
         )  # fmt: skip
         parts = formula_on(FILES[spec.path.name], parameters, {GPU: -1} if where == GPU else {})
         need = {device: part.total_bytes for device, part in parts.items()}
-        need[CPU] = need.get(CPU, 0) + CPU_OVERHEAD_BYTES
+        need[CPU] = need.get(CPU, 0) + host_bytes([device for device in devices if device.id == where])
         if where == GPU:
             need[GPU] += GPU_OVERHEAD_BYTES
         decision = plan(Request(spec.id, (Option(where, need),)), ledger, [], Policy(0.0, None, None))

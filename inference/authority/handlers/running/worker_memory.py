@@ -83,7 +83,10 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
 
 
 def note_growth(draft: Draft, worker: WorkerRecord, device: str, grown_bytes: int) -> None:
-    """Stores the growth for an alert."""
+    """Stores the growth for an alert, unless the overhead of the model on the device is learned."""
+    is_learned = device != CPU and worker.spec.memory_overhead is None
+    if is_learned or device not in worker.placement.devices:
+        return
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
     if before is not None and before.holding == worker.holding:
