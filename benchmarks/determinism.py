@@ -48,9 +48,7 @@ class Bench:
     def answers(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         """The tokens of all answers, computed in one batch from an empty cache."""
         self.context.forget_all()
-        samplers = [
-            ChainSampler(self.model, self.context, sampling, choice, ANSWER_TOKENS) for choice in range(len(prompts))
-        ]
+        samplers = [ChainSampler(self.model, self.context, sampling, choice) for choice in range(len(prompts))]
         rows = [Row(slot, slot, 0, prompt, True) for slot, prompt in enumerate(prompts)]
         drawn: list[list[int]] = [[] for _ in prompts]
         for step in range(ANSWER_TOKENS):

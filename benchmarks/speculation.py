@@ -233,9 +233,9 @@ class Bench:
         self._closing.close()
         self._loop.close()
 
-    def _sampler(self, sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> TokenSampler:
+    def _sampler(self, sampling: Sampling, choice: int, _constraint: Constraint | None) -> TokenSampler:
         assert sampling.seed is not None
-        own = ChainSampler(self.model, self.context, sampling, choice, most)
+        own = ChainSampler(self.model, self.context, sampling, choice)
         return GivenAnswer(own, answer) if (answer := self._answers[sampling.seed]) else own
 
     def _deliver(self, deliveries: list[Delivery]) -> None:

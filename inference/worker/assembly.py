@@ -87,9 +87,9 @@ def engines_of(
         return None, Embedder(context, queue, dispatcher.deliver, on_fatal, scales=scales)
     limits = limits_of(loaded, grant)
 
-    def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+    def sampler(sampling: Sampling, choice: int, constraint: Constraint | None) -> TokenSampler:
         mask = None if constraint is None else constraint.start()  # may raise, so before the chain exists
-        chain = ChainSampler(loaded.model, context, sampling, choice, most)
+        chain = ChainSampler(loaded.model, context, sampling, choice)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
     backend: Backend = context if vision is None else VisionBackend(context, context.n_slots, vision.tiles)

@@ -11,7 +11,7 @@ import numpy as np
 
 from headgate.shared.parameters import Sampling
 from inference.worker.backend import Backend, Mask, TokenSampler
-from inference.worker.llama import MAX_CANDIDATES, Context, Dry, Model, Sampler
+from inference.worker.llama import MAX_CANDIDATES, MIN_LOGIT, Context, Dry, Model, Sampler
 
 _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
@@ -84,35 +84,73 @@ def dry_of(sampling: Sampling, context: Context) -> Dry | None:
     )
 
 
+class Penalties:
+    """Repeat, frequency and presence penalties of the tokens of one answer, as llama.cpp computes them.
+
+    Not by llama.cpp, whose chain would pass the whole vocabulary: 0.5 ms per token with 128,000 tokens.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._repeat = np.float32(sampling.repeat_penalty)
+        self._frequency = np.float32(sampling.frequency_penalty)
+        self._presence = np.float32(sampling.presence_penalty)
+        self._places: dict[int, int] = {}
+        self._tokens = np.empty(0, np.intp)
+        self._counts = np.empty(0, np.float32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The different tokens of the answer."""
+        return self._tokens[: len(self._places)]
+
+    def count(self, token: int) -> None:
+        """Adds a token of the answer."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(place + 16, np.intp)])
+            self._counts = np.concatenate([self._counts, np.zeros(place + 16, np.float32)])
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    def applied(self, logits: np.ndarray) -> np.ndarray:
+        """The `logits` of `tokens` with their penalties. A forbidden token stays forbidden, and no other becomes so."""
+        with np.errstate(over="ignore"):
+            changed = np.where(logits <= 0, logits * self._repeat, logits / self._repeat)
+            changed -= self._counts[: len(logits)] * self._frequency + self._presence
+        return np.where(logits > -np.inf, np.maximum(changed, MIN_LOGIT), logits)
+
+
 class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, DRY, cuts, temperature,
     draw. Mirostat replaces the cuts and the draw.
 
-    If a sampler keeps few tokens (`top_k`, `min_p`), candidates are selected first, and only they pass through the
-    chain, with the same result. If an earlier sampler changes logits or uses all of them, the whole vocabulary passes.
-    Candidates are the tokens within a distance of the best logit. This distance is adapted after each token, because a
-    flat distribution has thousands of candidates and a sharp one has one.
+    Bias and penalties change the logits of a few tokens in place while a token is drawn. If a sampler keeps few tokens
+    (`top_k`, `min_p`), candidates are selected first, and only they pass through the chain, with the same result. If a
+    sampler uses all logits, the whole vocabulary passes. Candidates are the tokens within a distance of the best logit.
+    This distance is adapted after each token, because a flat distribution has thousands of candidates and a sharp one
+    has one.
 
     DRY, XTC and Mirostat only see allowed tokens, because they could rank a forbidden token before an allowed one.
 
     Penalties and DRY count generated tokens only: penalties over the whole answer, as OpenAI defines them, and DRY over
-    the last `dry_penalty_last_n`. Below `COLDEST` a
-    temperature is greedy: dividing by it would overflow. Without bias and penalties greedy sampling needs no chain.
+    the last `dry_penalty_last_n`. Below `COLDEST` a temperature is greedy: dividing by it would overflow. Without DRY
+    and XTC greedy sampling needs no chain.
     """
 
-    def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int, span: int) -> None:
-        """`span` is the maximum length of the answer, over which penalties look back."""
+    def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int) -> None:
         self._context = context
         self._sampling = sampling
         self._seed = seed_of(sampling, choice)
-        self._span = span
         self._n_vocab = model.n_vocab
-        self._bias = list(sampling.logit_bias)
+        bias: dict[int, float] = {}
+        for token, value in sampling.logit_bias:
+            bias[token] = bias.get(token, 0.0) + value
         if sampling.ignore_eos:
-            self._bias += [(token, -math.inf) for token in model.end_tokens]
-        self._penalizes = sampling.repeat_penalty != 1.0 or bool(
-            sampling.frequency_penalty or sampling.presence_penalty
-        )
+            bias |= dict.fromkeys(model.end_tokens, -math.inf)
+        self._biased = np.fromiter(bias, np.intp)
+        self._bias = np.fromiter(bias.values(), np.float32)
+        penalizes = sampling.repeat_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
+        self._penalties = Penalties(sampling) if penalizes else None
         self._is_greedy = sampling.temperature < COLDEST
         self._excludes = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
         self._mirostat = 0 if self._is_greedy else sampling.mirostat
@@ -122,25 +160,20 @@ class ChainSampler:
         self._ends = np.fromiter(sorted(model.end_tokens), np.intp)
         self._min_tokens = sampling.min_tokens
         self._drawn = 0
-        is_plain = not self._bias and not self._penalizes and not self._among_allowed
-        self._takes_best = self._is_greedy and is_plain
+        self._takes_best = self._is_greedy and not self._among_allowed
         self._earlier_tokens: Sequence[int] = ()
         self._reach: float | None = None
         self._farthest = math.inf
         self._least = 0
         self._attempts = _ATTEMPTS
         sees_all = sampling.top_n_sigma > 0.0  # its standard deviation is that of all logits
-        if not self._is_greedy and is_plain and not sees_all and model.n_vocab >= _LARGE_VOCABULARY:
+        if not (self._is_greedy or self._among_allowed or sees_all) and model.n_vocab >= _LARGE_VOCABULARY:
             self._start_search(sampling)
 
     @functools.cached_property
     def _chain(self) -> Sampler:
-        """Created for the first draw: penalties take 4 bytes per possible token, and hundreds of requests may wait."""
+        """Created for the first draw, because hundreds of requests may wait."""
         sampling, chain = self._sampling, Sampler()
-        if not self._among_allowed:
-            self._add_penalties(chain)
-            for token in self._earlier_tokens:
-                chain.accept(token)
         if self._mirostat:
             chain.add("temp", sampling.temperature).add("min_p", _NEGLIGIBLE, 1)
             surprise = (self._seed, sampling.mirostat_tau, sampling.mirostat_eta)
@@ -168,29 +201,14 @@ class ChainSampler:
         return chain.add("dist", self._seed)
 
     @functools.cached_property
-    def _penalties(self) -> Sampler:
-        """The samplers that change logits, separate from `_chain` because logits are made finite between them."""
-        chain = Sampler()
-        self._add_penalties(chain)
-        if self._dry is not None:
-            chain.add_part(self._model.dry.sampler(self._dry))
+    def _dry_chain(self) -> Sampler | None:
+        """DRY, separate from `_chain` because logits are made finite between them."""
+        if self._dry is None:
+            return None
+        chain = Sampler().add_part(self._model.dry.sampler(self._dry))
         for token in self._earlier_tokens:
             chain.accept(token)
         return chain
-
-    def _add_penalties(self, chain: Sampler) -> None:
-        sampling = self._sampling
-        if self._bias:
-            chain.add_bias(self._n_vocab, self._bias)
-        if self._penalizes:
-            chain.add(
-                "penalties",
-                self._n_vocab,
-                self._span,
-                sampling.repeat_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
 
     def _start_search(self, sampling: Sampling) -> None:
         """Sets the first and the maximum distance below the best logit, and the number of tokens that must be found."""
@@ -221,6 +239,26 @@ class ChainSampler:
         if self._drawn < self._min_tokens:
             self._rule_out_ends(logits)
         self._drawn += 1
+        unbiased = logits[self._biased]
+        logits[self._biased] += self._bias
+        try:
+            return self._draw(logits, index) if self._penalties is None else self._penalized(logits, index)
+        finally:
+            logits[self._biased] = unbiased
+
+    def _penalized(self, logits: np.ndarray, index: int) -> int:
+        assert self._penalties is not None
+        tokens = self._penalties.tokens
+        before = logits[tokens]
+        logits[tokens] = self._penalties.applied(before)
+        try:
+            token = self._draw(logits, index)
+        finally:
+            logits[tokens] = before
+        self._penalties.count(token)
+        return token
+
+    def _draw(self, logits: np.ndarray, index: int) -> int:
         best = logits.argmax()  # NaN, if there is one
         most = logits[best]
         if not math.isfinite(most):
@@ -247,26 +285,27 @@ class ChainSampler:
             logits[self._ends] = before
 
     def _sample_among_allowed(self, logits: np.ndarray) -> int:
-        if self._sampling.ignore_eos:
-            logits[self._ends] = -np.inf
         allowed = (logits > -np.inf).nonzero()[0]
         if not len(allowed):
             raise ArithmeticError("no token is allowed")
-        return self._chain.sample_among(allowed, logits[allowed], self._penalties)
+        return self._chain.sample_among(allowed, logits[allowed], self._dry_chain)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Adds tokens of the answer that another worker drew, before the first draw. Penalties, DRY and `min_tokens`
         count them. The state of the random generator and of Mirostat there is unknown.
         """
         self._drawn = len(tokens)
-        if self._penalizes or self._dry is not None:
+        if self._dry is not None:
             self._earlier_tokens = tokens
+        if self._penalties is not None:
+            for token in tokens:
+                self._penalties.count(token)
 
     def close(self) -> None:
         """Frees the chains that exist."""
-        for name in ("_chain", "_penalties"):
-            if name in self.__dict__:
-                getattr(self, name).close()
+        for name in ("_chain", "_dry_chain"):
+            if (chain := self.__dict__.get(name)) is not None:
+                chain.close()
 
 
 class ConstrainedSampler:

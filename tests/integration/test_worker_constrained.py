@@ -46,7 +46,7 @@ def compiler(rig: EngineRig) -> Compiler:
 def _answer(rig: EngineRig, compiler: Compiler, form: Form, **sampling: float) -> tuple[list[int], str]:
     """The answer of the model; fails if it does not end."""
     model, context = rig.model, rig.context
-    chain = ChainSampler(model, context, Sampling(seed=7, **sampling), 0, MOST)  # type: ignore[arg-type]
+    chain = ChainSampler(model, context, Sampling(seed=7, **sampling), 0)  # type: ignore[arg-type]
     sampler = ConstrainedSampler(chain, context, compiler.compile(form, "f").start())
     context.forget_all()
     tokens, start = model.tokenize("Tell me of a city.", add_special=True), 0

@@ -5,8 +5,10 @@ seed, and no token that a mask excludes.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from inference.worker import llama
 from inference.worker.constraints import Compiler
 from inference.worker.dialects.forms import Form, Json, Regex
 from inference.worker.llama import Sampler
+from inference.worker.llama.binding import lib
 from inference.worker.llama.llama_model import MAX_PROTOTYPES, Dry, DryPrototypes
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Row
@@ -42,6 +45,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"mirostat": 1, "mirostat_tau": 2.0},
     {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.3},
     {"mirostat": 2, "presence_penalty": 1.0, **DRY},
+    {**OFF, "repeat_penalty": 1.3, "logit_bias": ((101, 2.0), (102, -math.inf), (103, 1.0), (101, 0.5))},
+    {"repeat_penalty": 0.8, "frequency_penalty": 0.7, "presence_penalty": -0.5, "temperature": 0.0},
 ]
 
 
@@ -80,7 +85,8 @@ def _reference(rig: EngineRig, sampling: Sampling) -> Sampler:
     n_vocab, seed = rig.model.n_vocab, sampling.seed
     whole = Sampler()
     if sampling.logit_bias:
-        whole.add_bias(n_vocab, sampling.logit_bias)
+        entries = (lib.llama_logit_bias * len(sampling.logit_bias))(*starmap(lib.llama_logit_bias, sampling.logit_bias))
+        whole.add("logit_bias", n_vocab, len(entries), entries)
     whole.add("penalties", n_vocab, 64, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if (dry := dry_of(sampling, rig.context)) is not None:
         whole.add_part(rig.model.dry.sampler(dry))
@@ -105,7 +111,7 @@ def test_samplers_draw_the_same_tokens_as_llama_cpp(rig: EngineRig, changes: dic
     shape[100:104] += 5.0
     drawn: list[list[int]] = []
     for sampling in (Sampling(seed=11, **changes), Sampling(seed=11, temperature=changes.get("temperature", 1.0))):
-        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0, 64), _reference(rig, sampling)
+        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0), _reference(rig, sampling)
         ours.accept([101, 102, 101])
         for token in (101, 102, 101):
             whole.accept(token)
@@ -113,7 +119,7 @@ def test_samplers_draw_the_same_tokens_as_llama_cpp(rig: EngineRig, changes: dic
         for _step in range(40):
             logits[:] = shape
             drawn[-1].append(ours.sample(2))
-            logits[:] = shape
+            assert np.array_equal(logits, shape), "log probabilities are those of the model"
             assert drawn[-1][-1] == whole.sample(rig.context, 2)
         ours.close()
         whole.close()
@@ -125,7 +131,7 @@ def _answer(
 ) -> list[int]:
     """The tokens of an answer up to and including its end, or `most`."""
     model, context = rig.model, rig.context
-    sampler: Any = ChainSampler(model, context, sampling, 0, most)
+    sampler: Any = ChainSampler(model, context, sampling, 0)
     if form is not None and compiler is not None:
         sampler = ConstrainedSampler(sampler, context, compiler.compile(form, "f").start())
     context.forget_all()
@@ -207,18 +213,20 @@ def test_constraint_holds_with_any_combination_of_samplers(
     assert drawn[-1] in rig.model.end_tokens
 
 
-def test_penalties_beyond_the_float_range_do_not_exclude_every_token() -> None:
+@pytest.mark.parametrize("changes", [{}, {"mirostat": 2}], ids=str)
+def test_penalties_beyond_the_float_range_do_not_exclude_every_token(rig: EngineRig, changes: dict[str, Any]) -> None:
     """Tokens with such a penalty are equally likely, not impossible."""
+    logits = _logits(rig)
     drawn = set()
     for seed in range(20):
-        penalties = Sampler().add("penalties", 64, 8, 1.0, 1e38, 1e38)
-        chain = Sampler().add("temp", 1.0).add("dist", seed)
-        for token in [5, 6] * 4:
-            penalties.accept(token)
-        drawn.add(chain.sample_among(np.array([5, 6]), np.zeros(2, np.float32), penalties))
-        penalties.close()
-        chain.close()
-    assert drawn == {5, 6}
+        sampling = Sampling(seed=seed, frequency_penalty=1e38, presence_penalty=1e38, **{**OFF, **changes})
+        sampler = ChainSampler(rig.model, rig.context, sampling, 0)
+        sampler.accept([105, 106] * 8)
+        logits[:] = -np.inf
+        logits[[105, 106]] = 0.0
+        drawn.add(sampler.sample(2))
+        sampler.close()
+    assert drawn == {105, 106}
 
 
 def test_dry_ends_a_repetition(rig: EngineRig) -> None:
@@ -228,7 +236,7 @@ def test_dry_ends_a_repetition(rig: EngineRig) -> None:
     runs = []
     for breakers in (("~",), ("a",)):
         sampling = Sampling(temperature=0.0, dry_sequence_breakers=breakers, **DRY)
-        sampler = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+        sampler = ChainSampler(rig.model, rig.context, sampling, 0)
         runs.append([])
         for _step in range(12):
             logits[:] = 0.0
@@ -244,7 +252,7 @@ def test_end_token_is_not_sampled_before_min_tokens(rig: EngineRig) -> None:
     logits = _logits(rig)
     end = min(rig.model.end_tokens)
     for elsewhere, expected in ((0, 5), (3, 2), (9, 0)):
-        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, min_tokens=5), 0, 64)
+        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, min_tokens=5), 0)
         sampler.accept([300] * elsewhere)
         drawn: list[int] = []
         while end not in drawn:

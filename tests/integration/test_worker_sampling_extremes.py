@@ -102,9 +102,7 @@ def test_logits_that_are_nan_fail_only_one_request(rig: EngineRig, wrong: float,
                 logits[7] = wrong
             return super().sample(index)
 
-    rig.engine._make_sampler = lambda parameters, choice, most, _none: Poisoned(
-        rig.model, rig.context, parameters, choice, most
-    )
+    rig.engine._make_sampler = lambda parameters, choice, _none: Poisoned(rig.model, rig.context, parameters, choice)
     bad = rig.ask([3, 4, 5], sampling=sampling)
     rig.engine._run_commands()
     rig.engine._make_sampler = make

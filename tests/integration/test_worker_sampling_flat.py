@@ -50,7 +50,7 @@ def _chain(rig: EngineRig, sampling: Sampling) -> Sampler:
 
 def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) -> tuple[list[int], list[int], int]:
     """The draws of a sampler, those of llama.cpp, and how often the first one used the fast path."""
-    short = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+    short = ChainSampler(rig.model, rig.context, sampling, 0)
     whole = _chain(rig, sampling)
     among, few = short._chain.sample_among, []
     short._chain.sample_among = lambda *found: (few.append(1), among(*found))[1]  # type: ignore[method-assign, func-returns-value]
@@ -118,7 +118,7 @@ def test_typicality_and_penalties_give_the_draws_of_llama_cpp(rig: EngineRig, ch
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
     for parameters in (plain | changes, plain):
         sampling = Sampling(**parameters)  # type: ignore[arg-type]
-        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0, 64), _chain(rig, sampling)
+        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0), _chain(rig, sampling)
         ours.accept([101, 102, 101])
         for token in (101, 102, 101):
             whole.accept(token)
@@ -142,7 +142,7 @@ def test_penalties_apply_to_greedy_sampling(rig: EngineRig) -> None:
         ("repeat_penalty", 1.6, [100, 101, 102, 100]),
     )
     for name, value, expected in penalties:
-        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, **{name: value}), 0, 64)  # type: ignore[arg-type]
+        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, **{name: value}), 0)  # type: ignore[arg-type]
         drawn = []
         for _step in range(4):
             logits[:] = 0.0

@@ -55,7 +55,7 @@ class Bench:
             self.backend, ByteVocabulary(), self._sampler, limits, self.delivered.extend, print, speculation=speculation
         )
 
-    def _sampler(self, sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> TableSampler:
+    def _sampler(self, sampling: Sampling, choice: int, _constraint: Constraint | None) -> TableSampler:
         assert sampling.seed is not None
         return TableSampler(self.backend, sampling.seed + choice, sampling.temperature)
 

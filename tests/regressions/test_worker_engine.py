@@ -58,7 +58,7 @@ class PanickySamplers:
     sample: Callable[[], int] | None = None
     close: Callable[[], None] | None = None
 
-    def __call__(self, sampling: Sampling, choice: int, most: int, constraint: Constraint | None = None) -> FakeSampler:
+    def __call__(self, sampling: Sampling, choice: int, constraint: Constraint | None = None) -> FakeSampler:
         if constraint is not None:
             constraint.start()
         sampler = FakeSampler(b"ab")

@@ -98,7 +98,7 @@ def test_waiting_samplers_allocate_no_token_history() -> None:
     sampling = Sampling(frequency_penalty=1.0)
     with engine_rig(tiny_gguf.generative(), context_length=64, threads=1) as rig:
         before = process_mib(os.getpid(), "VmRSS")
-        waiting = [ChainSampler(rig.model, rig.context, sampling, 0, 2**17) for _ in range(100)]
+        waiting = [ChainSampler(rig.model, rig.context, sampling, 0) for _ in range(100)]
         for sampler in waiting:
             sampler.accept([101, 102])
         assert process_mib(os.getpid(), "VmRSS") < before + 20

@@ -108,8 +108,8 @@ def engine_rig(
     store = open_store(context, grant, file_keys(fingerprint(path)), None, lambda: None) if has_store else None
     delivered: list[Delivery] = []
 
-    def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
-        return ChainSampler(model, context, sampling, choice, most)
+    def sampler(sampling: Sampling, choice: int, _constraint: Constraint | None) -> ChainSampler:
+        return ChainSampler(model, context, sampling, choice)
 
     speculation = speculation_of(grant, limits, loaded.draft, clock)
     if is_eager and speculation is not None:

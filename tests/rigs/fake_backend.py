@@ -120,7 +120,7 @@ class SamplerShop:
     say: bytes = b"abcdefgh"
     made: list[FakeSampler] = field(default_factory=list)
 
-    def __call__(self, sampling: Sampling, choice: int, most: int, constraint: Constraint | None = None) -> FakeSampler:
+    def __call__(self, sampling: Sampling, choice: int, constraint: Constraint | None = None) -> FakeSampler:
         """A sampler for one choice."""
         if sampling.seed == 667:
             raise ValueError("no such sampler")

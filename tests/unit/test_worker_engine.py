@@ -267,11 +267,11 @@ class FakeConstraint:
 async def shaped() -> AsyncIterator[Bench]:
     backend, samplers, fatal = FakeBackend(), SamplerShop(b"(a)b[f:1]"), []
 
-    def make(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+    def make(sampling: Sampling, choice: int, constraint: Constraint | None) -> TokenSampler:
         if constraint is None:
-            return samplers(sampling, choice, most)
+            return samplers(sampling, choice)
         mask = constraint.start()
-        return ConstrainedSampler(samplers(sampling, choice, most), backend, mask)
+        return ConstrainedSampler(samplers(sampling, choice), backend, mask)
 
     engine = Engine(
         backend, ByteVocabulary(), make, LIMITS, OutputDispatcher(asyncio.get_running_loop()).deliver, fatal.append

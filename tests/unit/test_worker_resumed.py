@@ -29,7 +29,7 @@ LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
 
 def go_on(prefix: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) -> tuple[str, str | None, int]:
     """Text, finish and tokens of a generation after `prefix`, one token per letter."""
-    generation = Generation(0, SamplerShop()(Sampling(), 0, most), ByteVocabulary(), most, stops)
+    generation = Generation(0, SamplerShop()(Sampling(), 0), ByteVocabulary(), most, stops)
     generation.resume(AnswerPrefix(len(prefix), 0, prefix))
     text = ""
     for token in [*then.encode(), END]:
@@ -63,7 +63,7 @@ def test_stop_string_spans_the_end_of_the_prefix(prefix: str, then: str, stop: s
 def test_answer_does_not_depend_on_where_it_was_interrupted() -> None:
     """For each text that the first worker may have sent."""
     whole, stops = "abacabadabacaba", ("bad", "caba!", "aca?")
-    first = Generation(0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, stops)
+    first = Generation(0, SamplerShop()(Sampling(), 0), ByteVocabulary(), 50, stops)
     shown, seams = "", [""]
     for token in whole.encode():
         output = first.accept(token)
@@ -81,7 +81,7 @@ def test_interrupted_reasoning_continues() -> None:
     def opened(begun: AnswerPrefix, thinking: bool) -> StructuredGeneration:
         reading = Reading(lambda: MarkParser(thinking=thinking), lambda: "call")
         made = StructuredGeneration(
-            0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, ("xy",), reading, MarkParser(thinking=thinking)
+            0, SamplerShop()(Sampling(), 0), ByteVocabulary(), 50, ("xy",), reading, MarkParser(thinking=thinking)
         )
         made.resume(begun)
         return made

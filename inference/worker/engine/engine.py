@@ -70,8 +70,8 @@ UNREAD_SECONDS = 60.0
 """A request that stays suspended for this long ends with an error. The gateway disconnects a client that reads nothing
 for half of this time."""
 
-SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
-"""(sampling, choice, maximum tokens of the answer, constraint) -> sampler."""
+SamplerFactory = Callable[[Sampling, int, Constraint | None], TokenSampler]
+"""(sampling, choice, constraint) -> sampler."""
 
 
 @dataclass(slots=True)
@@ -444,7 +444,7 @@ class Engine:
             parser = (
                 reading.parser() if reading is not None else None
             )  # before a sampler exists that would have to be freed on an error
-            sampler = self._make_sampler(work.sampling, index % work.n, work.max_tokens, work.constraint)
+            sampler = self._make_sampler(work.sampling, index % work.n, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
             generation = (
                 Generation(*common) if not reading or not parser else StructuredGeneration(*common, reading, parser)

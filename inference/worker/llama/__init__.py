@@ -15,10 +15,11 @@ from inference.worker.llama.params import (
     model_params,
 )
 from inference.worker.llama.projector import Projector
-from inference.worker.llama.sampler import MAX_CANDIDATES, Sampler
+from inference.worker.llama.sampler import MAX_CANDIDATES, MIN_LOGIT, Sampler
 
 __all__ = [
     "MAX_CANDIDATES",
+    "MIN_LOGIT",
     "POOLING_LAST",
     "POOLING_MEAN",
     "POOLING_NONE",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,7 @@ from inference.worker.llama.llama_process import without_gil_release
 MAX_CANDIDATES = 2048
 """Maximum number of tokens that callers pass to `sample_among`."""
 
-_MIN_LOGIT = np.float32(-1e30)
+MIN_LOGIT = np.float32(-1e30)
 """Lower limit of a logit after penalties. With minus infinity for all tokens, no token could be sampled."""
 
 _sample = without_gil_release("llama_sampler_sample")
@@ -45,19 +44,14 @@ class Sampler:
         lib.llama_sampler_chain_add(self.handle, part)
         return self
 
-    def add_bias(self, n_vocab: int, bias: Sequence[tuple[int, float]]) -> Sampler:
-        """Appends a bias added to the logits of single tokens."""
-        entries = (lib.llama_logit_bias * len(bias))(*(lib.llama_logit_bias(*entry) for entry in bias))
-        return self.add("logit_bias", n_vocab, len(bias), entries)
-
     def sample(self, context: Context, index: int) -> int:
         """Samples and accepts a token from the logits at batch index `index`."""
         return int(_sample(self.handle, context.handle, index))
 
-    def sample_among(self, tokens: np.ndarray, logits: np.ndarray, penalties: Sampler | None = None) -> int:
+    def sample_among(self, tokens: np.ndarray, logits: np.ndarray, dry: Sampler | None = None) -> int:
         """Samples and accepts one of `tokens` (ascending, at least one) from their finite `logits`.
 
-        `penalties` change the logits first. They neither reorder nor drop tokens, and limit logits to `_MIN_LOGIT`.
+        `dry` changes the logits first. It neither reorders nor drops tokens, and limits logits to `MIN_LOGIT`.
         `sample` copies and sorts the whole vocabulary, which takes several times as long as sampling from at most
         `MAX_CANDIDATES` tokens.
         """
@@ -71,15 +65,15 @@ class Sampler:
         array = self._few_array
         # reset on each call, because XTC moves `data`
         array.data, array.size, array.selected, array.sorted = self._pointer, count, -1, False
-        if penalties is not None:
-            _apply(penalties.handle, ctypes.byref(array))
+        if dry is not None:
+            _apply(dry.handle, ctypes.byref(array))
             changed = self._few["logit"][:count]
-            np.maximum(changed, _MIN_LOGIT, out=changed)
+            np.maximum(changed, MIN_LOGIT, out=changed)
         _apply(self.handle, ctypes.byref(array))
         token = int(array.data[array.selected].id)
         _accept(self.handle, token)
-        if penalties is not None:
-            penalties.accept(token)
+        if dry is not None:
+            dry.accept(token)
         return token
 
     def accept(self, token: int) -> None:
