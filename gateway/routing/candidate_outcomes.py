@@ -78,9 +78,9 @@ class CandidateOutcomes:
         return candidate in self._deferred
 
     def start(self, candidate: Candidate) -> None:
-        """An attempt begins: if the candidate was deferred, its earlier outcomes no longer count."""
+        """An attempt begins: if the candidate was deferred, it no longer counts as dropped. Failed attempts stay."""
         if self._deferred and candidate in self._deferred:
-            self._all = [outcome for outcome in self._all if outcome.candidate != candidate]
+            self._all = [one for one in self._all if one.candidate != candidate or one.drop is None]
 
     def fail(self, outcome: CandidateOutcome) -> None:
         """Records an attempt without an answer."""

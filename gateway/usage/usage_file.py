@@ -196,11 +196,11 @@ class UsageFile:
         return self._db.execute("DELETE FROM requests WHERE at < ?", (at,)).rowcount
 
     def shrink_to(self, max_bytes: int) -> int:
-        """Removes the oldest bodies, then the oldest requests until the data fit into `max_bytes`.
-
-        Returns the number of removed rows.
+        """Removes the oldest bodies, then the oldest requests until the data fit into `max_bytes`; the number of
+        requests.
         """
-        return self._shrink("captures", max_bytes) + self._shrink("requests", max_bytes)
+        self._shrink("captures", max_bytes)
+        return self._shrink("requests", max_bytes)
 
     def _shrink(self, table: str, max_bytes: int) -> int:
         removed = 0

@@ -22,7 +22,7 @@ WRITE_SECONDS = 1.0
 MAX_WAITING = 20_000
 """Rows that wait for a disk that is full or slow; the oldest are lost beyond it."""
 MAX_CAPTURES = 200
-"""Bodies that wait."""
+"""Bodies that wait; the oldest are lost beyond it."""
 CLEAN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 
@@ -83,6 +83,7 @@ class UsageWriter:
     def flush(self) -> None:
         """One batch: writes, applies changed keys, removes old rows if due. Errors are logged once, until it works."""
         batch: list[UsageRow] = []
+        bodies: list[Captured] = []
         try:
             if self._file is not None and not self._file.is_in_place():
                 log.warning("the usage file in %s was removed or replaced; it is opened again", self._directory)
@@ -91,18 +92,18 @@ class UsageWriter:
                 self._file = UsageFile(self._directory)
             while self._rows:
                 batch.append(self._rows.popleft())
-            captures = self._redacted_bodies()
-            if batch or captures:
-                self._file.add(batch, captures)
-                batch = []
-                for _ in captures:
-                    self._captures.popleft()
+            while self._captures:
+                bodies.append(self._captures.popleft())
+            if batch or bodies:
+                self._file.add(batch, self._without_secrets(bodies))
+                batch, bodies = [], []
             self._note_keys(self._file)
             self._clean(self._file)
         except (sqlite3.Error, OSError, HeadgateError) as error:
             kept = batch[max(0, len(batch) + len(self._rows) - MAX_WAITING) :]
             self._lost += len(batch) - len(kept)
             self._rows.extendleft(reversed(kept))
+            self._captures.extendleft(reversed(bodies[max(0, len(bodies) + len(self._captures) - MAX_CAPTURES) :]))
             if not self._is_failing:
                 log.warning(
                     "usage cannot be stored in %s: %s; up to %d requests are kept in memory until it can",
@@ -116,15 +117,14 @@ class UsageWriter:
                 log.warning("usage is stored again; the usage of %d requests was lost", self._lost)
             self._is_failing, self._lost = False, 0
 
-    def _redacted_bodies(self) -> list[Captured]:
-        """The queued bodies without secrets. One that cannot be redacted is dropped, so that rows are stored."""
+    def _without_secrets(self, bodies: Sequence[Captured]) -> list[Captured]:
+        """Redacted `bodies`. One that cannot be redacted is left out, so that rows are stored."""
         found = []
-        for body in tuple(self._captures):
+        for body in bodies:
             try:
                 texts = self._redact(body.request), self._redact(body.answer)
             except Exception:
                 log.exception("internal error: the bodies of request %s are not stored", body.id)
-                self._captures.remove(body)
             else:
                 found.append(body._replace(request=texts[0], answer=texts[1]))
         return found

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,11 @@ async def test_events_follow_devices_that_fail_or_disappear(start: Start) -> Non
     gpu.change(state=DeviceState.HEALTHY)
     event = await next_event(listener, "device")
     assert (event["device"]["id"], event["device"]["state"]) == ("gpu-0", "probing"), "a returned device has an event"
+    gpu.gpus = {**gpu.gpus, "gpu-1": replace(gpus["gpu-0"], id="gpu-1")}
+    gpu.change()
+    while (event := await next_event(listener, "device"))["device"]["id"] == "gpu-0":
+        pass
+    assert event["device"]["id"] == "gpu-1", "a new device has an event"
 
 
 async def test_figures_of_devices_add_up_while_a_model_is_loaded_and_used(start: Start) -> None:

@@ -391,12 +391,17 @@ def test_deferral_is_removed_when_the_attempt_starts() -> None:
     assert outcomes.is_deferred(LOCAL)
     assert outcomes.first.candidate == LOCAL
     outcomes.start(LOCAL)
+    assert not outcomes.has_failed(LOCAL)
+    assert outcomes.first.candidate == CLOUD
     assert outcomes.is_deferred(LOCAL)
     outcomes.fail(CandidateOutcome(MINI, "connect", "refused", 2.0))
     outcomes.start(MINI)
     waits = outcomes.in_chain_order(lambda outcome: 5.0 if outcome.candidate == MINI else 0.0)
     assert [(outcome.candidate, outcome.retry_in) for outcome in waits] == [(MINI, 5.0), (CLOUD, 0.0)]
     assert record.dropped == {"local/a": "predicted_too_slow: slow", "openai/c": "policy: local only"}
+    outcomes.defer(Dropped(MINI, Drop.TOO_SLOW, "slow", 3.0))
+    outcomes.start(MINI)
+    assert outcomes.has_failed(MINI), "a failure before the deferral still counts"
 
 
 def test_candidate_on_a_node_is_the_same_candidate() -> None:

@@ -14,7 +14,7 @@ from gateway.access.budgets import Spent
 from gateway.usage import usage_writer
 from gateway.usage.capture import Captured
 from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow, advice
-from gateway.usage.usage_writer import Retention, UsageWriter
+from gateway.usage.usage_writer import MAX_CAPTURES, Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
 from tests.rigs.processes import wait_until
 
@@ -227,4 +227,23 @@ def test_bodies_that_cannot_be_redacted_are_dropped_and_rows_stored(tmp_path: Pa
     file = UsageFile(tmp_path)
     assert file.captured("one") is None
     assert file.captured("two") == Captured(AT, "two", "ann", "demo", "GOOD", "X")
+    file.close()
+
+
+def test_bodies_that_arrive_during_a_write_are_stored(tmp_path: Path) -> None:
+    """Also when they fill the queue."""
+
+    def redact(text: str) -> str:
+        if text == "first":
+            for number in range(MAX_CAPTURES):
+                writer.put_bodies(Captured(AT, f"later {number}", "ann", "demo", "q", "a"))
+        return text
+
+    writer = UsageWriter(tmp_path, lambda: Retention(1e9, 2**30), lambda _: None, lambda: AT + 100, redact)
+    writer.put_bodies(Captured(AT, "early", "ann", "demo", "first", "a"))
+    writer.flush()
+    writer.flush()
+    file = UsageFile(tmp_path)
+    stored = [name for name in ("early", "later 0", f"later {MAX_CAPTURES - 1}") if file.captured(name) is not None]
+    assert len(stored) == 3
     file.close()

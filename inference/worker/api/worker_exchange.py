@@ -105,9 +105,11 @@ class Exchange(Response):
 
     @property
     def announced_bytes(self) -> float:
-        """Declared length of the body, infinite where none is declared."""
+        """Declared length of the body, infinite for a body in chunks, 0 without a body."""
         length = declared_length(self._headers)
-        return math.inf if length is None else length
+        if length is None:
+            return math.inf if self._headers.get("transfer-encoding") else 0
+        return length
 
     async def body(self) -> list[bytes]:
         """The whole body in pieces; raises GoneError, BadRequestError, or WorkerError(body_too_large)."""

@@ -231,15 +231,15 @@ def recovered(draft: Draft, id: int, command: RecoverCommand) -> None:
 
 
 def publish(draft: Draft) -> None:
-    """Publishes changed, removed and returned devices to listeners. A device that is seen for the first time is not
-    published, nor are changes of memory use alone.
+    """Publishes new, changed, removed and returned devices to listeners, except those found at the start. Changes of
+    memory use alone are not published.
     """
     found = {item.id: item for item in device_view.readings(draft.state, draft.now)}
     before = draft.state.devices.published
     after: dict[str, tuple[str, ...] | None] = dict(before)
     for name, item in found.items():
         now = (item.name, str(item.state), item.note)
-        if name in before and before[name] != now:
+        if before and before.get(name) != now:
             draft.emit(Publish("device", {"device": item.to_json()}))
         after[name] = now
     for name, known in before.items():
