@@ -449,11 +449,11 @@ FixKey = tuple[ModelSpec, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The bytes of a worker beyond its plan, and the planned overhead."""
+    """The bytes of a worker beyond its plan, and the planned overhead, None where it cannot be configured."""
 
     holding: str
     bytes: int
-    overhead_bytes: int
+    overhead_bytes: int | None
     at: float
 
 

@@ -63,7 +63,7 @@ class Overheads:
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
         """Adds an observation. Ignores impossible values, and simulated devices, which report their overhead."""
-        if device.context_bytes is not None or observed_bytes > MAX_BYTES:
+        if device.context_bytes is not None or not is_learnable(observed_bytes):
             return
         key = key_of(device, shape)
         before = self.of(device, shape)
@@ -73,6 +73,11 @@ class Overheads:
         if (now := self.of(device, shape)) != before:
             log.info("the overhead of a worker on %s (%s) is now %d MiB", device.name, shape, now // MIB)
         self._files.write(self._path, {"version": _VERSION, "seen": self._seen})
+
+
+def is_learnable(observed_bytes: int) -> bool:
+    """Whether so many bytes count as overhead."""
+    return observed_bytes <= MAX_BYTES
 
 
 def host_bytes(accelerators: Iterable[Reading]) -> int:

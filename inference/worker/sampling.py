@@ -12,6 +12,7 @@ import numpy as np
 from headgate.shared.parameters import Sampling
 from inference.worker.backend import Backend, Mask, TokenSampler
 from inference.worker.llama import MAX_CANDIDATES, MIN_LOGIT, Context, Dry, Model, Sampler
+from inference.worker.worker_errors import ConstraintError
 
 _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
@@ -82,6 +83,10 @@ def dry_of(sampling: Sampling, context: Context) -> Dry | None:
         context.n_ctx_seq if last_n < 0 else min(last_n, context.n_ctx_seq),
         sampling.dry_sequence_breakers,
     )
+
+
+class NoTokenAllowedError(ArithmeticError):
+    """The logits of all tokens are minus infinity: a mask and the parameters together exclude every token."""
 
 
 class Penalties:
@@ -233,7 +238,8 @@ class ChainSampler:
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`.
 
-        Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process.
+        Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process, and
+        NoTokenAllowedError.
         """
         logits = self._context.logits(index)
         if self._drawn < self._min_tokens:
@@ -261,8 +267,10 @@ class ChainSampler:
     def _draw(self, logits: np.ndarray, index: int) -> int:
         best = logits.argmax()  # NaN, if there is one
         most = logits[best]
+        if most == -np.inf:
+            raise NoTokenAllowedError("no token is allowed")
         if not math.isfinite(most):
-            raise ArithmeticError("the model's logits are not finite, or no token is allowed")
+            raise ArithmeticError("the model's logits are not finite")
         if self._takes_best:
             return int(best)
         if self._among_allowed:
@@ -286,8 +294,6 @@ class ChainSampler:
 
     def _sample_among_allowed(self, logits: np.ndarray) -> int:
         allowed = (logits > -np.inf).nonzero()[0]
-        if not len(allowed):
-            raise ArithmeticError("no token is allowed")
         return self._chain.sample_among(allowed, logits[allowed], self._dry_chain)
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -320,7 +326,10 @@ class ConstrainedSampler:
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`; raises ConstraintError."""
         self._mask.apply(self._backend.logits(index))
-        token = self._inner.sample(index)
+        try:
+            token = self._inner.sample(index)
+        except NoTokenAllowedError:
+            raise ConstraintError(ConstraintError.RULED_OUT) from None
         self._mask.accept(token)
         return token
 

@@ -49,6 +49,10 @@ class BadRequestError(WorkerError):
 class ConstraintError(BadRequestError):
     """A running answer can no longer be constrained: a limit was reached, or parameters exclude every allowed token."""
 
+    RULED_OUT = (
+        "other parameters exclude every token that the required format allows next; remove logit_bias and ignore_eos"
+    )
+
 
 class UnloadedError(WorkerError):
     """The model was unloaded or replaced. The code `shutting_down` is reserved for the service."""

@@ -26,6 +26,7 @@ from inference.worker.llama.binding import lib
 from inference.worker.llama.llama_model import MAX_PROTOTYPES, Dry, DryPrototypes
 from inference.worker.sampling import ChainSampler, ConstrainedSampler, dry_of
 from inference.worker.steps import Row
+from inference.worker.worker_errors import ConstraintError
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.worker_rig import grant_for
@@ -211,6 +212,15 @@ def test_constraint_holds_with_any_combination_of_samplers(
     drawn = _answer(rig, Sampling(seed=seed, **changes), Regex("[ab]{4,12}"), compiler)
     assert re.fullmatch("[ab]{4,12}", _text(rig, drawn))
     assert drawn[-1] in rig.model.end_tokens
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"xtc_probability": 1.0}, DRY], ids=str)
+def test_parameters_that_exclude_all_allowed_tokens_are_an_error_of_the_request(
+    rig: EngineRig, compiler: Compiler, changes: dict[str, Any]
+) -> None:
+    """After the only answer of the format no token is left but the end, which `ignore_eos` excludes."""
+    with pytest.raises(ConstraintError, match="remove logit_bias and ignore_eos"):
+        _answer(rig, Sampling(seed=1, ignore_eos=True, **changes), Regex("ab"), compiler)
 
 
 @pytest.mark.parametrize("changes", [{}, {"mirostat": 2}], ids=str)

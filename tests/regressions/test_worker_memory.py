@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import sys
 import threading
 import time
@@ -16,13 +15,10 @@ from typing import Any
 
 import pytest
 
-from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import TokenLogprob
 from inference.worker.api import response_writer
 from inference.worker.llama.llama_process import MAX_LINE_CHARS, LogTail
-from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
-from tests.rigs.engine_rig import engine_rig
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -91,19 +87,6 @@ def test_queued_answers_allocate_no_token_history(tmp_path: Path) -> None:
                 clients.enter_context(rig.connection()).request("POST", CHAT, body)
             wait_until("the answers are queued", lambda: rig.fresh_beat().queued >= 24 * 16 - 1)
             assert memory_mib(rig, "VmRSS") < before + 40
-
-
-@LINUX
-def test_waiting_samplers_allocate_no_token_history() -> None:
-    sampling = Sampling(frequency_penalty=1.0)
-    with engine_rig(tiny_gguf.generative(), context_length=64, threads=1) as rig:
-        before = process_mib(os.getpid(), "VmRSS")
-        waiting = [ChainSampler(rig.model, rig.context, sampling, 0) for _ in range(100)]
-        for sampler in waiting:
-            sampler.accept([101, 102])
-        assert process_mib(os.getpid(), "VmRSS") < before + 20
-        for sampler in waiting:
-            sampler.close()
 
 
 def test_log_probabilities_of_a_whole_answer_are_held_as_json() -> None:

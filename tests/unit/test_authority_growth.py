@@ -22,8 +22,10 @@ from inference.authority.placement.device_growth import (
     slack_bytes,
     tolerated_bytes,
 )
+from inference.authority.pressure.advice import Kind
 from inference.authority.pressure.levels import FOREIGN_TOLERANCE
 from inference.authority.views import model_status
+from inference.devices.device import CPU
 from inference.protocol import ExitCause, ModelState
 from tests.rigs import step_world
 from tests.rigs.authority_world import configuration
@@ -94,14 +96,33 @@ def test_model_that_outgrows_the_share_of_the_device_leaves_and_not_its_neighbor
     assert any("of gpu-0 more than planned" in text for text in record.explanation)
 
 
-@pytest.mark.parametrize("configured_mib", [None, 100])
-def test_alert_of_growth_names_an_overhead_only_where_it_is_configured(configured_mib: int | None) -> None:
-    """Without `memory_overhead` the overhead on an accelerator is learned, and there is nothing to change."""
+def outgrown(world: StepWorld) -> list[tuple[str, tuple[str, ...]]]:
+    """Models with an alert because of their growth, and the settings that it recommends."""
+    found = [alert for alert in advisor.alerts(world.state, world.now) if alert.kind is Kind.OUTGROWN]
+    return [(alert.subject, tuple(change.setting for change in alert.changes)) for alert in found]
+
+
+@pytest.mark.parametrize(
+    ("configured_mib", "grown_mib", "is_recommended"), [(None, 1843, False), (None, 2300, True), (100, 1843, True)]
+)
+def test_alert_recommends_an_overhead_on_accelerators_only_where_it_is_not_learned(
+    configured_mib: int | None, grown_mib: int, is_recommended: bool
+) -> None:
+    """It is not learned if it is configured, or too large to be the model's."""
     world = card(tells_processes=True, memory_overhead=None if configured_mib is None else configured_mib * MIB)
-    grow(world, "big", 1843)
+    grow(world, "big", grown_mib)
+    assert outgrown(world) == ([("big", ("models.big.memory_overhead",))] if is_recommended else [])
+
+
+def test_alert_of_host_memory_of_a_model_on_an_accelerator_recommends_nothing() -> None:
+    """No setting would change it."""
+    world = card(tells_processes=True)
+    worker = world.model("big").worker
+    assert worker is not None
+    world.alive[worker].bytes.setdefault(CPU, 0)
+    world.grow(worker, 300 * MIB)
     world.live(60)
-    found = [(str(alert.kind), alert.subject) for alert in advisor.alerts(world.state, world.now)]
-    assert found == ([] if configured_mib is None else [("outgrown", "big")])
+    assert outgrown(world) == [("big", ())]
 
 
 # --- which model a change belongs to ---------------------------------------------------------------------------------

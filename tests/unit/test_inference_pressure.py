@@ -550,6 +550,7 @@ def test_recommended_overhead_covers_the_growth() -> None:
     assert changes(outgrown()) == (Kind.OUTGROWN, {"models.a.memory_overhead": "165MiB"})
     assert changes(outgrown(configured_bytes=100 * MIB))[0] is Kind.OUTGROWN
     assert outgrown(configured_bytes=165 * MIB) is None
+    assert changes(outgrown_alert("a", 100 * MIB, None)) == (Kind.OUTGROWN, {})
 
 
 def test_recommended_queue_would_have_held_all_rejected_requests() -> None:

@@ -127,17 +127,19 @@ def swapping_alert(
 
 
 def outgrown_alert(
-    model: str, grown_bytes: int, overhead_bytes: int, configured_bytes: int | None = None
+    model: str, grown_bytes: int, overhead_bytes: int | None, configured_bytes: int | None = None
 ) -> Alert | None:
     """The alert of a worker that uses `grown_bytes` more than planned.
 
-    `overhead_bytes` of the plan were overhead beyond llama.cpp's buffers; `configured_bytes` is the model's current
-    memory_overhead.
+    `overhead_bytes` of the plan were overhead beyond llama.cpp's buffers, None where memory_overhead has no effect;
+    `configured_bytes` is the model's current memory_overhead.
     """
+    message = f"the worker of {model} holds {format_bytes(grown_bytes)} more than was planned"
+    if overhead_bytes is None:
+        return Alert(Kind.OUTGROWN, model, message)
     wanted = math.ceil((overhead_bytes + grown_bytes) / MIB)
     if configured_bytes is not None and configured_bytes >= wanted * MIB:
         return None
-    message = f"the worker of {model} holds {format_bytes(grown_bytes)} more than was planned"
     return Alert(Kind.OUTGROWN, model, message, (Change(f"models.{model}.memory_overhead", f"{wanted}MiB"),))
 
 

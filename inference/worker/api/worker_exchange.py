@@ -105,10 +105,10 @@ class Exchange(Response):
 
     @property
     def announced_bytes(self) -> float:
-        """Declared length of the body, infinite for a body in chunks, 0 without a body."""
+        """Declared length of the body, infinite where it is unknown, 0 without a body."""
         length = declared_length(self._headers)
         if length is None:
-            return math.inf if self._headers.get("transfer-encoding") else 0
+            return math.inf if self._headers.get("transfer-encoding") or self._headers.get("content-length") else 0
         return length
 
     async def body(self) -> list[bytes]:

@@ -80,7 +80,7 @@ class Guide:
         """Advances by `token`; raises ConstraintError when it is forbidden."""
         began = self._clock()
         if not guarded(self._matcher.consume_token, token):
-            raise self._failed(_RULED_OUT)
+            raise self._failed(ConstraintError.RULED_OUT)
         self._left = min(self._left + PER_TOKEN_SECONDS, ALLOWANCE_SECONDS)
         self._spend(began)
 
@@ -103,9 +103,6 @@ _WORN_OUT = _TOO_COMPLEX + " (all answers with this format share the limit; send
 _LIMIT_WORDS = ("lexer error", "Parser Error", "Too many items", "TooComplex")
 _UNFIT = "doesn't satisfy the grammar"
 _DEAD_END = "no token is allowed next: the required format cannot be completed"
-_RULED_OUT = (
-    "other parameters exclude every token that the required format allows next; remove logit_bias and ignore_eos"
-)
 
 
 def guarded(call: Callable[..., T], *arguments: object) -> T:

@@ -18,6 +18,7 @@ from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.ledger import Ledger, LedgerError
 from inference.authority.state import SIMULATED, Growth, State, WorkerRecord
 from inference.devices.device import CPU, Reading
+from inference.estimate.overheads import is_learnable
 from inference.protocol import DeviceState
 
 GROWTH_SLACK_BYTES = 64 * 2**20
@@ -83,15 +84,20 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
 
 
 def note_growth(draft: Draft, worker: WorkerRecord, device: str, grown_bytes: int) -> None:
-    """Stores the growth for an alert, unless the overhead of the model on the device is learned."""
-    is_learned = device != CPU and worker.spec.memory_overhead is None
-    if is_learned or device not in worker.placement.devices:
+    """Stores the growth for an alert, unless the overhead of the model on the device is learned.
+
+    `memory_overhead` has no effect on host memory of a model on accelerators, whose growth then has no recommendation.
+    """
+    overhead = worker.estimate.overhead_bytes.get(device, 0) if device in worker.placement.devices else None
+    if device != CPU and worker.spec.memory_overhead is None and is_learnable((overhead or 0) + grown_bytes):
         return
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
     if before is not None and before.holding == worker.holding:
-        grown_bytes += before.bytes
-    overhead = worker.estimate.overhead_bytes.get(device, 0)
+        if (before.overhead_bytes is None) == (overhead is None):
+            grown_bytes += before.bytes
+        elif overhead is None:
+            return
     noted = Growth(worker.holding, grown_bytes, overhead, draft.now)
     draft.set(advice=replace(advice, outgrown={**advice.outgrown, worker.model: noted}))
 
