@@ -148,6 +148,10 @@ class Layers:
             at = end
         return {**found, HOST: round(host)}
 
+    def exchanges(self, counts: Mapping[str, int]) -> int:
+        """Number of layers whose experts are in host memory while the rest is on a device; `counts` as for `need`."""
+        return sum(apart > 0 for apart in self._apart[self.places - sum(counts.values()) :])
+
     def changed(self, **settings: int | str) -> Layers:
         """The layers with smaller settings: `context_length`, `parallel`, `kv_cells`, `kv_type`, `gpu_layers`; or with
         more `host_expert_layers`.

@@ -8,6 +8,7 @@ import pytest
 
 from inference.authority import events
 from inference.authority.handlers.operating.commands import Planned
+from inference.authority.handlers.queries.decode_speed import EXCHANGE_SECONDS
 from inference.authority.handlers.watching.predictions import Predictions
 from inference.authority.placement.plan import Placement, Refusal
 from inference.authority.placement.smaller_settings import REST_SECONDS
@@ -232,6 +233,7 @@ def test_dry_run_shows_the_change_and_the_expected_speed() -> None:
     assert planned.speed.to_json()["bytes_per_second"] == {CPU: 10**9}
     world.used("a")
     seconds = planned.speed.read_bytes[CPU] / 1e9 + planned.speed.read_bytes["gpu-0"] / 50e9
+    seconds += 2 * EXCHANGE_SECONDS
     beat(world, "a", 1 / seconds)
     speed = world.plan("a").speed
     assert speed is not None
@@ -239,7 +241,9 @@ def test_dry_run_shows_the_change_and_the_expected_speed() -> None:
     assert speed.bytes_per_second["gpu-0"] == pytest.approx(50e9)
     other = world.plan("a", experts=4).speed
     assert other is not None
-    assert other.tokens_per_second == pytest.approx(1 / (150 * MIB / 1e9 + DENSE_MIB * MIB / 50e9))
+    assert other.tokens_per_second == pytest.approx(
+        1 / (150 * MIB / 1e9 + DENSE_MIB * MIB / 50e9 + 4 * EXCHANGE_SECONDS)
+    )
 
 
 def test_read_rate_of_a_device_is_the_largest_measured_one() -> None:

@@ -373,6 +373,7 @@ def test_a_token_reads_the_used_share_of_the_experts() -> None:
     layers = Layers(Parameters(1000, 1, gpu_layers=-1), EXPERTS, 70, 60, 0, 0)
     assert layers.active_bytes({"gpu-0": 5}, 0.1) == {"gpu-0": 470 - 150 + 15, "cpu": 0}
     apart = layers.changed(host_expert_layers=2)
+    assert (layers.exchanges({"gpu-0": 5}), apart.exchanges({"gpu-0": 2, "gpu-1": 3}), apart.exchanges({})) == (0, 1, 0)
     assert apart.active_bytes({"gpu-0": 2, "gpu-1": 3}, 0.1) == {"gpu-0": 200 - 70, "gpu-1": 270 - 80 + 8, "cpu": 7}
     assert layers.changed(gpu_layers=2).active_bytes({"gpu-0": 2}, 0.5) == {"gpu-0": 170, "cpu": 300 - 75}
     assert layers.changed(gpu_layers=0).active_bytes({}, 1.0) == {"cpu": 400 + 70 + 60}

@@ -9,7 +9,7 @@ from inference.authority.state import WorkerRecord
 
 def learn(draft: Draft, worker: WorkerRecord, tokens_per_second: float) -> None:
     """Learns the rate of a device from the decode speed of a model: of its only device, or of the only one without a
-    known rate. The time for reads from the other devices is subtracted.
+    known rate. The time for reads from the other devices and for exchanges is subtracted.
 
     The largest measured rate counts, because small models do not reach the rate of the memory.
     """
@@ -17,7 +17,7 @@ def learn(draft: Draft, worker: WorkerRecord, tokens_per_second: float) -> None:
     found = decode_speed.expected(rates, worker.spec, worker.estimate, worker.placement)
     if found is None:
         return
-    seconds = 1 / tokens_per_second
+    seconds = 1 / tokens_per_second - found.exchange_seconds
     is_alone = len(found.read_bytes) == 1
     unknown = [device for device in found.read_bytes if is_alone or device not in rates]
     for device, count in found.read_bytes.items():

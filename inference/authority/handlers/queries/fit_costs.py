@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inference.authority.handlers.queries.decode_speed import DecodeSpeed
+from inference.authority.handlers.queries.decode_speed import of_layers
 from inference.authority.placement.smaller_settings import SETTINGS, FitStep, changed_layers
 from inference.devices.device import CPU
 from inference.estimate.layers import layers_of
@@ -35,8 +35,7 @@ def fit_costs(
         smaller = changed_layers(layers, settings)
         counts = [{} if device == CPU else {device: item.offloaded} for item in (layers, smaller)]
         before, after = layers.need(counts[0], {}), smaller.need(counts[1], {})
-        read = smaller.active_bytes(counts[1], estimate.expert_share)
-        speed = DecodeSpeed({name: count for name, count in read.items() if count}, rates).tokens_per_second
+        speed = of_layers(rates, smaller, counts[1], estimate.expert_share).tokens_per_second
         found.append(
             {
                 "step": str(step),
