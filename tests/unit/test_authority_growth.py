@@ -28,7 +28,7 @@ from inference.authority.views import model_status
 from inference.devices.device import CPU
 from inference.protocol import ExitCause, ModelState
 from tests.rigs import step_world
-from tests.rigs.authority_world import configuration
+from tests.rigs.authority_world import OVERHEAD_BYTES, configuration
 from tests.rigs.step_world import MIB, StepWorld
 
 GIB = 1024
@@ -114,15 +114,32 @@ def test_alert_recommends_an_overhead_on_accelerators_only_where_it_is_not_learn
     assert outgrown(world) == ([("big", ("models.big.memory_overhead",))] if is_recommended else [])
 
 
-def test_alert_of_host_memory_of_a_model_on_an_accelerator_recommends_nothing() -> None:
-    """No setting would change it."""
-    world = card(tells_processes=True)
+def grow_on_the_host(world: StepWorld) -> None:
+    """The process of `big` takes host memory, and that is read."""
     worker = world.model("big").worker
     assert worker is not None
     world.alive[worker].bytes.setdefault(CPU, 0)
     world.grow(worker, 300 * MIB)
     world.live(60)
+
+
+def test_alert_of_host_memory_of_a_model_on_an_accelerator_recommends_nothing() -> None:
+    """No setting would change it."""
+    world = card(tells_processes=True)
+    grow_on_the_host(world)
     assert outgrown(world) == [("big", ())]
+
+
+@pytest.mark.parametrize("host_first", [True, False])
+def test_recommended_overhead_does_not_contain_host_memory(host_first: bool) -> None:
+    world = card(tells_processes=True, memory_overhead=100 * MIB)
+    if host_first:
+        grow_on_the_host(world)
+    grow(world, "big", 1843)
+    if not host_first:
+        grow_on_the_host(world)
+    (alert,) = (alert for alert in advisor.alerts(world.state, world.now) if alert.kind is Kind.OUTGROWN)
+    assert [change.value for change in alert.changes] == [f"{OVERHEAD_BYTES // MIB + 1843}MiB"]
 
 
 # --- which model a change belongs to ---------------------------------------------------------------------------------
