@@ -56,7 +56,7 @@ class Parameter:
             return f"must be a whole number; it is {value}"
         if self.low <= value <= self.high or (self.minus_one and value == -1):
             return None
-        return f"must be {self._bounds()}; it is {value if is_whole else format(value, 'g')}"
+        return f"must be {self._bounds()}; it is {value if isinstance(value, int) else format(value, 'g')}"
 
     def _boolean_problem(self, value: Any) -> str | None:
         if not isinstance(value, bool):

@@ -14,6 +14,9 @@ _BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+_TOO_LARGE = 2**63
+"""Numbers from here on are refused: they do not fit into 64 bits, and an integer beyond 1e308 fits into no float."""
+
 MIB = 2**20
 GIB = 2**30
 
@@ -30,15 +33,15 @@ def parse_duration(value: Any) -> float:
     """
     if isinstance(value, bool):
         raise ValueError("true and false are not durations; write for example 30s, 250ms, 5m or never")
-    if isinstance(value, (int, float)):
-        if math.isnan(value) or value < 0:
+    if isinstance(value, str) and value.strip().lower() == "never":
+        return math.inf
+    seconds = value
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if isinstance(seconds, (int, float)):
+        if not 0 <= seconds < _TOO_LARGE and value != math.inf:
             raise ValueError(f"a duration cannot be {value}; write for example 30s, 250ms, 5m or never")
-        return float(value)
-    if isinstance(value, str):
-        if value.strip().lower() == "never":
-            return math.inf
-        if match := _DURATION.fullmatch(value):
-            return float(match[1]) * _SECONDS[match[2]]
+        return float(seconds)
     raise ValueError(f"{value!r} is not a duration; write for example 30s, 250ms, 5m or never")
 
 
@@ -46,12 +49,13 @@ def parse_bytes(value: Any) -> int:
     """Bytes in `"600MiB"`, `"1.5GB"` or a number of bytes. Raises ValueError with an example for other values."""
     if isinstance(value, bool):
         raise ValueError("true and false are not sizes; write for example 512MiB or 2GiB")
-    if isinstance(value, (int, float)):
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"a size cannot be {value}; write for example 512MiB or 2GiB")
-        return int(value)
+    count = value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        return int(float(match[1]) * _BYTES[(match[2] or "B").lower()])
+        count = float(match[1]) * _BYTES[(match[2] or "B").lower()]
+    if isinstance(count, (int, float)):
+        if not 0 <= count < _TOO_LARGE:
+            raise ValueError(f"a size cannot be {value}; write for example 512MiB or 2GiB")
+        return int(count)
     raise ValueError(f"{value!r} is not a size; write for example 512MiB or 2GiB")
 
 

@@ -204,6 +204,11 @@ def test_float_in_place_of_an_integer_is_quoted_unchanged() -> None:
         _gateway("max_tokens", 1000.0)
 
 
+def test_integer_beyond_the_range_of_floats_is_reported() -> None:
+    problem = BY_NAME["temperature"].problem(10**400)
+    assert problem is not None and problem.startswith("must be between 0 and 2; it is 1000")
+
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
