@@ -1,4 +1,4 @@
-"""Inference services on the nodes of a Ray cluster: one supervised process per node, and the list of them for gateways.
+"""Inference services on the nodes of a Ray cluster: one supervised service per node, and the membership for gateways.
 
-Functions of this package import ray when they run; modules do not, and the rest of the product does not import ray.
+Only functions of this package import ray, when they run. Importing its modules does not import ray.
 """

@@ -14,14 +14,18 @@ from headgate.ray_cluster.node_report import ServiceSettings
 
 AUTO = "auto"
 CONNECT_SECONDS = 5.0
+"""Longest wait for a TCP connection to the head."""
 HEAD_RESOURCE = "node:__internal_head__"
-"""Only the head has it. The controller runs there: Ray takes half a minute to find that another node is lost."""
+"""A resource of the head only, which places the controller there: Ray needs half a minute to notice the loss of another
+node."""
 ANSWER_SECONDS = 30.0
 """Longest wait for an actor that is starting or restarting."""
 
 
 def connect(address: str) -> None:
-    """Connects this process to the cluster at `address`: HOST:PORT of its head (GCS), or `auto`.
+    """Connects this process to the cluster at `address`: HOST:PORT of its head (GCS).
+
+    With `auto` or an empty address it is that of RAY_ADDRESS, or a cluster that runs on this machine.
 
     Raises RayMissingError, NoClusterError, ClusterError.
     """
@@ -64,7 +68,7 @@ def _check_answers(address: str) -> None:
 
 
 def start_controller(settings: ServiceSettings) -> Any:
-    """The controller of the cluster. Starts it if there is none."""
+    """The actor of the controller, started with `settings` if it does not run."""
     import ray
 
     return (
@@ -75,7 +79,7 @@ def start_controller(settings: ServiceSettings) -> Any:
 
 
 def controller() -> Any:
-    """The controller of the cluster. Raises NoClusterError without one."""
+    """The actor of the controller. Raises NoClusterError if it does not run."""
     import ray
 
     try:
@@ -85,7 +89,7 @@ def controller() -> Any:
 
 
 def answer(reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
-    """The result of a call. Raises ClusterError when it does not come in time, or when the actor is lost."""
+    """The result of a call to the controller. Raises ClusterError after `seconds`, or when the call fails."""
     import ray
 
     try:
@@ -99,9 +103,9 @@ def answer(reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
 
 
 def stop_services(seconds: float) -> tuple[int, list[str]]:
-    """Ends all services and actors. Returns the number of services, and the actors whose services had to be killed.
+    """Ends all services and actors. The services have `seconds` to end, in which running requests can finish.
 
-    Running requests have `seconds` to finish.
+    Returns the number of actors of nodes, and the names of those that were killed or lost before their service ended.
     """
     import ray
 

@@ -19,7 +19,7 @@ class RayMissingError(HeadgateError):
 
 
 class ClusterError(HeadgateError):
-    """Ray refuses the connection, or an actor does not do what it was asked for."""
+    """Ray refuses the connection, or an actor fails or does not answer in time."""
 
 
 class NoClusterError(NotRunningError):
@@ -30,6 +30,6 @@ _MAX_REASON_CHARS = 200
 
 
 def reason(error: BaseException) -> str:
-    """An error of Ray in one line: its first line, and the last one, which is the cause after a traceback."""
+    """An error of Ray in one line: its first line and its last one, which has the cause if there is a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return ": ".join(dict.fromkeys(line[:_MAX_REASON_CHARS] for line in (lines[0], lines[-1])))

@@ -22,8 +22,9 @@ NODES_SECONDS = 1.0
 REPORT_SECONDS = 30.0
 """How long an actor waits for a change of its report before it answers."""
 ADOPT_SECONDS = 10.0
+"""How long a restarted controller waits for the report of an actor that runs."""
 RETRY_SECONDS = (0.5, 30.0)
-"""First and longest delay before an actor is started again that was lost or could not start."""
+"""First and longest delay before a restart of an actor that was lost or could not start."""
 
 
 @dataclass
@@ -37,10 +38,10 @@ class _Followed:
 
 
 class Controller:
-    """Starts an actor on every new node, follows its reports, and forgets nodes that have left.
+    """Starts an actor on every new node that is not off, follows its reports, and forgets nodes that have left.
 
     After a restart it finds the actors that run. It publishes nothing before it has found them. `cluster` has the
-    functions of `node_actors`.
+    functions of `node_actors`. Must be created in a running event loop.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class Controller:
         return dataclasses.replace(self._settings, token="")
 
     async def reports(self) -> list[NodeReport] | None:
-        """The last report of each node, by name; None before the nodes were listed."""
+        """The last report of each node, sorted by name; None before the nodes are listed."""
         found = sorted((each.report for each in self._nodes.values()), key=lambda report: report.name)
         return found if self._is_settled else None
 
     async def membership(self, seen: list[Member] | None, seconds: float) -> list[Member] | None:
-        """The membership as soon as it differs from `seen`, at the latest after `seconds`; None before it is known."""
+        """Returns the membership when it differs from `seen`, at the latest after `seconds`; None if still unknown."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while not self._is_settled or self._members == seen:
@@ -96,11 +97,11 @@ class Controller:
                 self._apply(alive)
                 self._publish(settled=True)
             except Exception:
-                log.exception("the nodes of the cluster cannot be listed; trying again in %g s", self._nodes_seconds)
+                log.exception("updating the list of nodes failed; trying again in %g s", self._nodes_seconds)
             await asyncio.sleep(self._nodes_seconds)
 
     async def _adopt(self, alive: dict[str, RayNode]) -> None:
-        """Takes over the actors that run, with their names."""
+        """Takes over the running actors of nodes that are alive, with the names in their reports."""
         found = await asyncio.to_thread(self._cluster.running_actors)
 
         async def adopt(node: RayNode, actor: Any) -> None:
@@ -117,7 +118,7 @@ class Controller:
         todo = changes(alive, {id: each.report.name for id, each in self._nodes.items()})
         for id in todo.forget:
             gone = self._nodes.pop(id)
-            log.info("node %s (%s) has left the cluster; its inference service is stopped", gone.report.name, id)
+            log.info("node %s (%s) has left the cluster or is off; its service ends", gone.report.name, id)
             if gone.task is not None:
                 gone.task.cancel()
             if gone.actor is not None:
@@ -145,7 +146,7 @@ class Controller:
                 state = State.LOST if followed.report.was_ready else State.FAILED
                 detail = reason(error)
                 log.warning(
-                    "the actor of node %s does not answer, starting it again in %g s: %s",
+                    "the actor of node %s failed or does not answer; starting it again in %g s: %s",
                     followed.report.name, delay, detail,
                 )  # fmt: skip
                 self._set(followed, dataclasses.replace(followed.report, state=state, pid=None, detail=detail))
@@ -177,7 +178,7 @@ class Controller:
 
 
 class ControllerActor(Controller):
-    """The controller in a process of its own."""
+    """The controller as an actor, in a process of its own."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         set_up(os.environ, in_background=True)

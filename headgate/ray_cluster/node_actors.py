@@ -31,7 +31,7 @@ def alive_nodes() -> list[RayNode]:
 
 
 def running_actors() -> dict[str, Any]:
-    """The actors of nodes that exist, by node id."""
+    """The existing actors of nodes, by node id."""
     import ray
 
     found = {}
@@ -45,7 +45,7 @@ def running_actors() -> dict[str, Any]:
 
 
 def actor_options(name: str) -> dict[str, Any]:
-    """Ray's options of an actor that outlives this process, is started only once, and reserves nothing."""
+    """Options of an actor that outlives this process, is restarted by Ray, exists once, and reserves no resources."""
     return {
         "name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1,
         "num_cpus": 0, "num_gpus": 0,

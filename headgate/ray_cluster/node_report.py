@@ -1,4 +1,4 @@
-"""The messages between the parts of a Ray cluster: settings of all services, report of one service, membership."""
+"""The messages between the controller, the actors and gateways: settings of all services, reports, membership."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
-    """It cannot start; it is tried again later."""
+    """It cannot start. It is tried again later, except on a node with another version of Headgate."""
     LOST = "lost"
-    """Its actor does not answer; Ray restarts it."""
+    """Its actor does not answer and is started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,12 @@ class ServiceSettings:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The service of one node. `restarts` counts its process; `last_exit` and `detail` are text for people."""
+    """The state of the service of one node.
+
+    `url` is empty before the actor has reported. `restarts` is the number of restarts of the service's process.
+    `last_exit` and `detail` are texts for people. `epoch` is that of the service's last start; `pid` is None while no
+    process runs.
+    """
 
     name: str
     url: str
@@ -59,6 +64,8 @@ class Member(TypedDict):
 
 
 def membership(reports: Iterable[NodeReport]) -> list[Member]:
-    """The services that gateways use: those that were ready once. Breakers decide about those that do not answer."""
+    """The services that have been ready, sorted by name: gateways use these. Breakers of gateways handle a service that
+    does not answer.
+    """
     members = [Member(name=each.name, url=each.url, epoch=each.epoch) for each in reports if each.was_ready]
     return sorted(members, key=lambda member: member["name"])

@@ -33,9 +33,9 @@ _MAX_DETAIL_CHARS = 400
 
 
 class NodeService:
-    """Supervises the service and keeps `report` current. Lives in one event loop of asyncio.
+    """Supervises the service and keeps `report` current. All calls must come from one event loop.
 
-    `changed` is set and replaced with each new report. `argv` replaces `headgate inference` in tests.
+    `changed` is set at each new report, and a new event takes its place. `argv` replaces `headgate inference` in tests.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class NodeService:
         self._observing = asyncio.ensure_future(self._observe())
 
     async def stop(self) -> None:
-        """Ends the service; running requests have its drain time."""
+        """Ends the service. Running requests can finish within the drain time of the service."""
         if self._observing is not None:
             self._observing.cancel()
         await self._supervisor.stop()
@@ -105,7 +105,7 @@ class NodeService:
             changed.set()
 
     async def _observe(self) -> None:
-        """Follows the process: asks a new one for its health until it answers."""
+        """Follows the process: requests the health of a new process until it answers."""
         child = self._child
         known: asyncio.subprocess.Process | None = None
         while True:
@@ -130,7 +130,7 @@ class NodeService:
 
 
 def service_environ(environ: Mapping[str, str], name: str, settings: ServiceSettings) -> dict[str, str]:
-    """The variables of the service: those of the node, its name, and the token, which arguments would show in `ps`."""
+    """The variables of the service: those of the node, its name, and the token (arguments are visible in `ps`)."""
     # Ray sets OMP_NUM_THREADS to 1 in actors without a share of the CPUs.
     own = {key: value for key, value in environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")}
     own |= {"PYTHONUNBUFFERED": "1", "INFERENCE_NODE": name}
@@ -138,7 +138,10 @@ def service_environ(environ: Mapping[str, str], name: str, settings: ServiceSett
 
 
 def health(url: str, environ: Mapping[str, str], pid: int) -> dict[str, Any] | None:
-    """The answer of `url`/health if process `pid` listens there, else None. Without an epoch if it cannot be read."""
+    """The answer of `url`/health; None without one, or if another process than `pid` is seen to listen there.
+
+    The answer is empty if the service requires a certificate that this process does not have.
+    """
     port = int(url.rpartition(":")[2])
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https:"):
@@ -183,7 +186,9 @@ def _drain_seconds(environ: Mapping[str, str]) -> float:
 
 
 class NodeActor:
-    """The actor of one node. Its service runs on the event loop of the actor and ends with the process."""
+    """The actor of one node. Supervises the service, which ends with the actor's process. Starts no service if
+    `settings` has another version of Headgate.
+    """
 
     def __init__(self, name: str, address: str, settings: ServiceSettings) -> None:
         self._service: NodeService | None = None
@@ -202,14 +207,14 @@ class NodeActor:
         return self._refusal
 
     async def stop(self) -> None:
-        """Ends the service."""
+        """Ends the service; see `NodeService.stop`."""
         if self._service is not None:
             await self._service.stop()
 
 
 def wrong_version(wanted: str) -> str:
-    """The message about a node whose Headgate is another one than that of `headgate ray up`."""
+    """The message about a node that has another version of Headgate than `headgate ray up`."""
     return (
-        f"this node has headgate {headgate.__version__}, `headgate ray up` was run with {wanted}: install headgate "
+        f"this node has headgate {headgate.__version__}, but `headgate ray up` was run with {wanted}: install headgate "
         f"{wanted} into {sys.prefix} of the node, then run `headgate ray down` and `headgate ray up`"
     )

@@ -26,7 +26,9 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The nodes on which a service starts, with its name, and the ids of those that are forgotten."""
+    """`start`: the nodes on which a service starts, each with the name of the service. `forget`: the ids of known nodes
+    that are not alive any more, or off.
+    """
 
     start: tuple[tuple[RayNode, str], ...]
     forget: tuple[str, ...]
@@ -35,8 +37,8 @@ class Changes:
 def changes(alive: Iterable[RayNode], known: Mapping[str, str]) -> Changes:
     """What turns the `known` services (names by node id) into one service per node that is alive and not off.
 
-    The names of known services stay. A new service gets the name of its node; if that is in use, with the beginning of
-    the node's id.
+    The names of known services stay. A new service gets the `base_name` of its node. If that is in use, the
+    beginning of the node's id is appended; if that is in use too, the name is the id.
     """
     wanted = {node.id: node for node in alive if not node.is_off}
     forget = tuple(sorted(known.keys() - wanted.keys()))
@@ -54,7 +56,9 @@ def changes(alive: Iterable[RayNode], known: Mapping[str, str]) -> Changes:
 
 
 def base_name(node: RayNode) -> str:
-    """The name that was given to the node, else its host name, else its address, as a name of a node for gateways."""
+    """The name that was given to the node, else its host name, else its address, with characters that gateways accept
+    in names of nodes. The id if nothing is left of the name.
+    """
     given = node.name if node.name != node.address else ""
     name = _NOT_IN_NAMES.sub("-", given or node.hostname or node.address)[:_MAX_NAME_CHARS]
     return name if name.strip("-") else node.id

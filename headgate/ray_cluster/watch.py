@@ -1,7 +1,8 @@
 """`python -m headgate.ray_cluster.watch [ADDRESS]`: prints the membership of a Ray cluster, one JSON line per change.
 
-The gateway starts it. It ends with status 0 when its stdin is closed, with its parent (HEADGATE_PARENT), or with an
-error when the cluster cannot be used. While the controller does not answer, the last line stays valid.
+The gateway starts it. It ends with status 0 when its stdin is closed, and with an error status when it cannot connect
+to the cluster. It is killed when its parent (HEADGATE_PARENT) ends. While the controller does not answer, the last line
+stays valid.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RETRY_SECONDS = 1.0
 
 
 def main(argv: list[str]) -> int:
-    """Prints changes until stdin is closed. Returns the exit status."""
+    """Prints changes until stdin is closed, which ends the process. Returns the exit status of a failed connection."""
     die_with_parent(os.environ)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -56,7 +57,7 @@ def _follow(out: TextIO) -> None:
         except (ClusterError, NoClusterError) as error:
             if str(error) != problem:
                 problem = str(error)
-                sys.stderr.write(f"{problem}; the last list of nodes stays in use\n")
+                sys.stderr.write(f"{problem}; the last list of nodes, if there was one, stays in use\n")
             time.sleep(RETRY_SECONDS)
             continue
         problem = ""

@@ -29,7 +29,7 @@ _USABLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class EnvelopeError(Protocol):
-    """An error that the client gets; `retry_after` is in seconds."""
+    """An error that the client gets. `retry_after`: seconds until a retry; None when unknown."""
 
     retry_after: float | None
 
@@ -53,11 +53,11 @@ class ClientDisconnectedError(Exception):
 
 
 class BodyTooLargeError(Exception):
-    """The body is longer than the limit; its rest was not received."""
+    """The body is longer than the limit. The rest of the body was not received."""
 
 
 class BodyTimeoutError(Exception):
-    """The body did not arrive in time; `silent`: the client stopped sending; otherwise the whole body took too long."""
+    """The body did not arrive in time. With `silent` the client stopped sending, else the whole body took too long."""
 
     def __init__(self, silent: bool) -> None:
         super().__init__()
@@ -78,13 +78,15 @@ def new_request_id() -> str:
 
 
 def request_id_of(headers: Headers) -> str:
-    """The client's request id if it is 1 to 128 letters, digits and `._:-`, else a new one."""
+    """The client's request id if it has 1 to 128 letters, digits and `._:-` and does not begin with `._:-`, else a new
+    one.
+    """
     given = headers.get(REQUEST_ID, "")
     return given if _USABLE_ID.fullmatch(given) else new_request_id()
 
 
 def request_id(scope: Scope) -> str:
-    """The id of a request; the same for each call."""
+    """The id of a request; each call with the same `scope` returns the same id."""
     state = scope.setdefault("state", {})
     if "request_id" not in state:
         state["request_id"] = request_id_of(headers_of(scope))
@@ -92,7 +94,7 @@ def request_id(scope: Scope) -> str:
 
 
 def declared_length(headers: Headers) -> int | None:
-    """The length of the body that the headers declare, None where they declare none."""
+    """The length of the body in bytes from Content-Length; None when that header is missing or invalid."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
 
@@ -104,7 +106,11 @@ async def read_body(
     total_seconds: float,
     silence_seconds: float = math.inf,
 ) -> list[bytes]:
-    """The body in pieces; raises ClientDisconnectedError, BodyTooLargeError or BodyTimeoutError."""
+    """The body in pieces.
+
+    Raises ClientDisconnectedError, BodyTooLargeError for more than `limit_bytes`, and BodyTimeoutError when the body
+    takes longer than `total_seconds` or nothing arrives for `silence_seconds`.
+    """
     if (declared_length(headers) or 0) > limit_bytes:
         raise BodyTooLargeError
     pieces: list[bytes] = []
@@ -130,8 +136,8 @@ async def read_body(
 
 
 async def discard_body(receive: Receive, limit_bytes: int = 64 * 2**20, total_seconds: float = 2.0) -> None:
-    """Receives and drops the rest of a body, up to the limits. A client that still sends when its connection closes
-    does not see the response.
+    """Receives and drops the rest of a body, up to the limits, before the connection is closed: a client that still
+    sends at that time does not see the response.
     """
     size = 0
     try:
@@ -152,7 +158,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 def error_headers(error: EnvelopeError) -> list[Header]:
-    """Retry-After when the wait is known; x-should-retry: false when a retry cannot succeed."""
+    """Retry-After (whole seconds, at least 1) if `retry_after` is known; `x-should-retry: false` if not `retryable`."""
     headers = []
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
@@ -167,10 +173,12 @@ def error_frame(error: EnvelopeError) -> bytes:
 
 
 class Response:
-    """One response. An error is a status before the response has started, and the last frame of a stream after it."""
+    """One response. An error before the response has started is a response with its status, a later one the last frame
+    of the stream.
+    """
 
     def __init__(self, send: Send, request_id: str, wire: Wire | None = None) -> None:
-        """Without a `request_id` the response has none."""
+        """An empty `request_id` is not sent."""
         self.request_id = request_id
         self.started = False
         self._send = send
@@ -203,7 +211,7 @@ class Response:
         return self.started and self._wire is not None and self._wire.is_free
 
     def piece(self, data: bytes) -> None:
-        """Sends a piece of the body at once; only while `takes_pieces`, and while no other piece is awaited."""
+        """Sends a piece of the body without a task switch. Requires `takes_pieces` and no pending call of `data`."""
         assert self._wire is not None
         self._wire.write(data)
 
@@ -223,7 +231,7 @@ class Response:
         await self.whole(status, [JSON, *headers], orjson.dumps(data))
 
     async def refuse_body(self, error: EnvelopeError, receive: Receive) -> None:
-        """Sends `error` instead of reading the rest of the body, and closes the connection."""
+        """Sends `error`, drops the rest of the request's body, and closes the connection."""
         body = orjson.dumps(error.body())
         await self.begin(error.status, [JSON, (b"connection", b"close"), *error_headers(error)], len(body))
         await self.data(body)
@@ -231,7 +239,9 @@ class Response:
         await self.end()
 
     async def fail(self, error: EnvelopeError) -> None:
-        """Sends `error` as a response, or as the last frame of a stream that has started; nothing after the end."""
+        """Sends `error` as a response, or as the last frame of a stream that has started; nothing if the response has
+        ended.
+        """
         if self._ended:
             return
         if self.started:

@@ -1,4 +1,4 @@
-"""Set-up of a child process: it ends with its parent, and it leaves no core dump. Text for exit statuses."""
+"""Lets a child process end with its parent and leave no core dump, and describes exit statuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 
 PARENT_ENV = "HEADGATE_PARENT"
-"""Process id of the parent, set by a parent whose children must not outlive it."""
+"""Variable with the process id of the parent, set by a parent whose children must not outlive it."""
 
 MIN_CORE_BYTES = 1
 """The core size limit. With 1, Linux writes no core and starts no collector (`core_pattern` with a pipe); with 0 it
@@ -24,7 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:
-    """Makes this process end when the parent named in HEADGATE_PARENT ends. Does nothing without that variable.
+    """Makes this process end when the parent named in HEADGATE_PARENT ends. Does nothing without the id of a
+    process in that variable.
 
     Linux sends SIGKILL at the parent's death; on other systems a thread waits for the parent's exit with kqueue. The
     kernel's signal fires when the *thread* that started the child ends, so parents start children from their main

@@ -1,9 +1,9 @@
 """Reads a YAML file into a pydantic model. Reports every mistake with file, line and advice.
 
-`${env:NAME}` inserts an environment variable. A value that is only an unset variable becomes a marker, so that the
-caller can decide what it means (see `unset_name`; for example, a provider whose key is unset counts as not
-configured). Error messages quote the file, but neither the values of variables nor the values of secret settings. A
-secret that is written as the value of another setting is quoted.
+`${env:NAME}` inserts an environment variable. A value that consists of one unset or empty variable becomes a marker, so
+that the caller can decide what it means (see `unset_name`; for example, a provider whose key is unset counts as not
+configured). Inside a longer value an unset variable is empty. Error messages quote the file, but neither the values of
+variables nor the values of secret settings. A secret that is written as the value of another setting is quoted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_VALUES = 100_000
 """Limit of keys and values, with aliases expanded. A thousand models need a tenth of it."""
 
 MAX_DEPTH = 64
-"""Limit of nesting; the configuration needs six levels. Python's recursion limit would end in a traceback."""
+"""Limit of nesting; the configuration needs six levels. A deeper file could exceed Python's recursion limit."""
 
 
 _WRONG_KIND: Mapping[str, str] = {
@@ -56,7 +56,7 @@ _WRONG_KIND: Mapping[str, str] = {
     ),
     **dict.fromkeys(("tuple_type", "list_type"), "expected a list, for example [a, b]; `[]` for none"),
 }
-"""Messages without the value, which can be a secret in the wrong place."""
+"""Messages by pydantic's error type. They do not quote the value, which can be a secret in the wrong place."""
 
 
 class _Filled(str):
@@ -147,10 +147,11 @@ def unset_name(value: str | None) -> str | None:
 def read_yaml(
     path: Path, environ: Mapping[str, str], *, nothing: str = "{}"
 ) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The mapping in `path` with variables inserted, and the 1-based line of each key path.
+    """The mapping in `path` with variables inserted, and the 1-based line of each key and list item, by its path.
 
-    Raises ConfigError when the file is missing, unreadable, too large, empty, not YAML or not a mapping. An empty file
-    is an error because a full disk or an interrupted save leaves one; `nothing` is the text for no settings.
+    Raises ConfigError when the file is missing, unreadable, too large, empty, not valid YAML or not a mapping. An empty
+    file is an error because a full disk or an interrupted save leaves one; the message recommends to write `nothing`
+    instead.
     """
     text = _read(path)
     try:
@@ -182,7 +183,7 @@ def read_yaml(
 
 
 def _read(path: Path) -> str:
-    """The text of `path`. Raises ConfigError when it is missing, unreadable or larger than MAX_BYTES."""
+    """The text of `path`. Raises ConfigError when it is missing, unreadable, a pipe or larger than MAX_BYTES."""
     try:
         if stat.S_ISFIFO(path.stat().st_mode):  # opening it can block forever
             raise ConfigError([Problem("this is a pipe; use a file", file=path)])
@@ -228,13 +229,13 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def load(path: Path, model: type[M], environ: Mapping[str, str]) -> M:
-    """`path` as `model`. Raises ConfigError with all problems and their lines."""
+    """The file `path` as a `model`. Raises ConfigError with all problems and their lines."""
     data, lines = read_yaml(path, environ)
     return validated(data, lines, path, model)
 
 
 def validated(data: Mapping[str, Any], lines: Mapping[Path_, int], path: Path, model: type[M]) -> M:
-    """The result of `read_yaml` as `model`. Raises ConfigError with all problems and their lines."""
+    """The result of `read_yaml` as a `model`. Raises ConfigError with all problems and their lines."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -270,7 +271,7 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
 
 
 def meant(item: Any) -> str:
-    """The end of the message for an error of pydantic about a value that is none of its choices."""
+    """The end of the message for an error of pydantic: the allowed value that the given one resembles; can be empty."""
     if item["type"] not in ("literal_error", "enum"):
         return ""
     return did_you_mean(item.get("input"), re.findall(r"'([^']*)'", str(item["ctx"]["expected"])))

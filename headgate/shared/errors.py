@@ -1,10 +1,10 @@
 """Errors of the command line and of the start of both services. Each has the exit code of the process.
 
 HeadgateError
-├── ConfigError          a configuration is invalid: lists all problems with file and line
+├── ConfigError          a configuration is invalid: lists all problems
 ├── NotRunningError      the service that a verb needs does not answer
 ├── PortInUseError       another process listens on the port
-└── AlreadyRunningError  a second inference service on a machine, or a second `up` with a state directory
+└── AlreadyRunningError  a second inference service on a machine, or a second `up` with the same state directory
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def did_you_mean(
     shown: Callable[[str], str] = repr,
     cutoff: float = 0.6,
 ) -> str:
-    """The end of a message about an unknown name: the choice that resembles it, as `shown`, or else `otherwise`."""
+    """The end of a message about an unknown name: `; did you mean NAME?`, else `; ` and `otherwise` unless it is empty.
+
+    NAME is the most similar one of `choices`, without regard to case, as `shown` formats it.
+    """
     names = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(value[:64].lower(), names, n=1, cutoff=cutoff) if isinstance(value, str) else []
     return f"; did you mean {shown(names[near[0]])}?" if near else otherwise and f"; {otherwise}"
@@ -50,7 +53,7 @@ def did_you_mean(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake in a configuration: file, 1-based line or None, key, and a message that says what to do."""
+    """A mistake in a configuration: file, 1-based line or None, key or empty, and a message that says what to do."""
 
     message: str
     key: str = ""

@@ -59,8 +59,8 @@ class _Attributes(ctypes.Structure):
 def request_short_slices() -> bool:
     """Asks for short slices and for NICENESS for the calling thread. Returns whether the kernel accepted the slices.
 
-    Changes nothing on other systems than Linux, and for a thread with a policy or niceness of its own. Linux before
-    6.12 accepts the request without effect.
+    Changes nothing on other systems than Linux, on other processors than x86-64 and ARM64, and for a thread whose
+    policy or niceness is not the default. Linux before 6.12 accepts the request for slices without effect.
     """
     if sys.platform != "linux" or (numbers := _SYSCALLS.get(platform.machine())) is None:
         return False

@@ -1,4 +1,4 @@
-"""HTTP/1.1 client between Headgate's own services and workers.
+"""HTTP/1.1 client for requests between Headgate's own services and workers.
 
 It calls a function for each piece of a response. An awaited reader would cost a task wake-up and an iteration of the
 event loop per token.
@@ -29,7 +29,7 @@ def unix(path: str) -> Connector:
 
 
 def tcp(host: str, port: int, *, tls: ssl.SSLContext | None = None, server_name: str | None = None) -> Connector:
-    """Connects to a port, with `tls` if it is given; `server_name` is the name in the certificate instead of `host`."""
+    """Connects to a port, with TLS if `tls` is given. The certificate must name `server_name`, by default `host`."""
     return lambda protocol: asyncio.get_running_loop().create_connection(
         protocol, host, port, ssl=tls, server_hostname=server_name if tls else None
     )
@@ -59,7 +59,9 @@ class Hop:
     ) -> Answer:
         """Sends a POST and returns when status and headers have arrived.
 
-        Raises OSError (or its subclass TimeoutError) when the connection fails, then BrokenError.
+        Raises OSError when no connection opens, its subclass TimeoutError after `connect_seconds` (None: never),
+        BrokenError when the connection ends before the head of the response or the response is not HTTP, and ValueError
+        for a header with a line break.
         """
         return await self._request("POST", path, body, headers, connect_seconds)
 
@@ -154,7 +156,7 @@ class Answer:
         self._connection.set_reading(True)
 
     async def whole(self, max_bytes: int | None = None) -> bytes:
-        """The body, or a prefix of at least `max_bytes`. Replaces `listen`. Raises BrokenError."""
+        """The body; with `max_bytes` reading may end after this many bytes. Replaces `listen`. Raises BrokenError."""
         done = asyncio.get_running_loop().create_future()
         pieces: list[bytes] = []
 
@@ -174,7 +176,7 @@ class Answer:
         return b"".join(pieces)
 
     async def pieces(self, silence_seconds: float) -> AsyncGenerator[bytes, None]:
-        """The pieces of the body; reading pauses until the last one was taken. Replaces `listen`.
+        """The pieces of the body. Reading pauses while the caller handles a piece. Replaces `listen`.
 
         Raises BrokenError, and TimeoutError after `silence_seconds` without a piece.
         """
@@ -198,7 +200,7 @@ class Answer:
     def close(self, linger_seconds: float = 0.0) -> None:
         """Returns the connection to the pool after a complete response, else closes it.
 
-        With `linger_seconds` an incomplete response may still end in the background within that time.
+        With `linger_seconds` an incomplete response may be completed in the background within that time.
         """
         self._connection.release(linger_seconds)
 
@@ -215,7 +217,7 @@ class _Connection(asyncio.Protocol):
         self._is_reading = True
         self._pieces: list[bytes] = []
         self.on_body = self._pieces.append
-        """Called by the parser, for each piece of the body until `_deliver`."""
+        """The parser calls it with each piece of the body. The pieces wait for `_deliver`."""
         self._parser = httptools.HttpResponseParser(self)
         self._renew()
 
@@ -240,7 +242,10 @@ class _Connection(asyncio.Protocol):
         return not self.is_closed and self._loop.time() - self._idle_since <= idle_seconds
 
     def send(self, request: bytes) -> asyncio.Future[Answer]:
-        """Sends a request. The future is resolved with the response or BrokenError; cancelling it closes."""
+        """Sends a request. The future gets the response or BrokenError. Who cancels it must close the connection.
+
+        Raises BrokenError when the connection has ended.
+        """
         assert self._transport is not None
         if self._error is not None:
             raise self._error
@@ -312,7 +317,7 @@ class _Connection(asyncio.Protocol):
         self._deliver()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends a body without a length, or fails the response."""
+        """Ends a body without a length; otherwise the response, if it is incomplete, has failed."""
         has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
         if error is None and self._head is not None and self._head.done() and not has_length:
             self._complete = True

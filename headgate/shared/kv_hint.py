@@ -1,4 +1,4 @@
-"""The hint of a request about its KV cache: what happens to its tokens after it."""
+"""The hint of a request about its KV cache: what to do with the cached tokens after the request."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Literal
 from headgate.shared.units import format_duration, parse_duration
 
 MAX_PIN_SECONDS = 3600.0
-"""A request cannot keep memory for longer; an operator can."""
+"""Longest pin by a request. Operators can pin for longer (`inference.api.kv_routes`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvHint:
-    """`keep`: more worth keeping than others. `drop`: not kept. `pin`: kept for `seconds` after the request."""
+    """`keep`: the tokens are kept before those without a hint. `drop`: they are not kept. `pin`: they are kept for
+    `seconds` after the request; `seconds` is 0 for the other kinds.
+    """
 
     kind: Literal["keep", "drop", "pin"]
     seconds: float = 0.0
 
 
 def parse_kv_hint(text: str) -> KvHint:
-    """The hint in `keep`, `drop` or `pin:60s`, in any case. Raises ValueError that says what is allowed."""
+    """The hint in `keep`, `drop` or `pin:60s`, in upper or lower case. Raises ValueError with the allowed values."""
     value = text.strip().lower()
     if value == "keep":
         return KvHint("keep")

@@ -1,4 +1,4 @@
-"""Logging of a service process: one line per event to stderr, as text or JSON, without blocking the event loop."""
+"""Logging of a service process to stderr, as text or JSON. In text a traceback follows its line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 STDERR = 2
 MAX_BUFFERED_BYTES = 2**20
-"""Lines that wait for a slow reader: about ten thousand."""
+"""Limit of the lines that wait for a slow reader: about ten thousand lines."""
 MAX_LINE_CHARS = 500
-"""Length of a line in the dashboard."""
+"""Longest text of a line in the dashboard."""
 FLUSH_SECONDS = 1.0
 """How long a process waits at its end for the last lines to be written."""
 
@@ -30,6 +30,8 @@ _QUIET_LOGGERS = (
 
 def set_up(environ: Mapping[str, str], *, in_background: bool = False) -> None:
     """Configures the root logger of the process from HEADGATE_LOG_LEVEL and HEADGATE_LOG_FORMAT (text or json).
+
+    An unknown level counts as `info`, an unknown format as `text`.
 
     With `in_background` a thread writes the lines, so that a slow reader of stderr does not block the event loop.
     """
@@ -55,7 +57,7 @@ def on_one_line(text: str) -> str:
 
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
-    """A line for the dashboard: its time in Unix seconds, level, logger, and the beginning of its text."""
+    """A log record for the dashboard: its time in Unix seconds, level, logger, and the beginning of its text."""
     text = on_one_line(record.getMessage())[:MAX_LINE_CHARS]
     return {"at": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name, "text": text}
 

@@ -1,7 +1,7 @@
 """Completes the OpenAPI description of a service: paths that FastAPI does not serve, the error envelope, the key.
 
 FastAPI describes its own routes. This module adds the paths that are served without FastAPI, the common form of all
-errors, status 400 for invalid requests, and the required API key.
+errors, and the required API key. It removes FastAPI's status 422: invalid requests get status 400.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOT_NOW: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
-"""The other response of health checks: the same fields with another status."""
+"""The response of a health check that fails: the same fields as with status 200."""
 
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
 _JSON = "application/json"
@@ -50,10 +50,11 @@ def completed(
     streams: Collection[str] = (),
     parts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Adds paths that FastAPI does not serve to its document `described`: `hot` has the JSON schema of each body.
+    """A completed copy of FastAPI's document `described`.
 
-    `keyless_paths` need no key. Of the paths of `hot`, `streams` answer with server-sent events too. `parts` are
-    schemas that the bodies refer to, by name.
+    `hot` has the paths (POST) that FastAPI does not serve, with the JSON schemas of their bodies; those in `streams`
+    also answer with server-sent events. `parts` are the schemas that the bodies refer to, by name. `keyless_paths` need
+    no key.
     """
     found = copy.deepcopy(dict(described))
     paths = found.setdefault("paths", {})

@@ -1,8 +1,9 @@
-"""The generation parameters: names, accepted values, defaults, effects, and what clouds do with them.
+"""The generation parameters: names, accepted values, defaults, effects, and whether clouds get them.
 
-Each field of `Sampling` declares one sampling parameter; `REQUEST_PARAMETERS` declares the others. The gateway and the
-worker validate with these declarations, and `docs/api.md` reproduces them (`tests/unit/test_gateway_documented.py`
-compares them). A new sampling parameter is a field of `Sampling` and its use in `inference.worker.sampling`.
+Each annotated field of `Sampling` declares one sampling parameter; `REQUEST_PARAMETERS` declares the others. The
+gateway and the worker validate with these declarations, and `docs/api.md` reproduces them
+(`tests/unit/test_gateway_documented.py` compares them). A new sampling parameter is a field of `Sampling` and its use
+in `inference.worker.sampling`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MAX_BREAKERS = 16
 MAX_BREAKER_BYTES = 40
-"""llama.cpp truncates longer texts."""
+"""Limits of `dry_sequence_breakers`. llama.cpp truncates longer texts."""
 _INT32 = 2**31 - 1
 
 Kind = Literal["integer", "number", "boolean", "strings"]
 Clouds = Literal["sent", "renamed", "left out", "tier skipped"]
-"""`sent`: where the provider has the parameter. `renamed`: the gateway sends the equivalent parameter.
-`tier skipped`: the tier is skipped, unless the value has no effect (false, 0)."""
+"""What a cloud gets. `sent`: the parameter, if the cloud's API has it. `renamed`: the equivalent parameter.
+`left out`: nothing. `tier skipped`: the cloud is not tried, unless the value has no effect (false, 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter. `low` and `high` are the inclusive bounds of a number. `minus_one`: -1 is allowed below `low` and
-    counts as absent. `only` is the only value of a boolean that is accepted. `samples`: it is a field of `Sampling`,
-    which gives `name` and `default`. `because` is the reason for `clouds`.
+    """One parameter. `low` and `high` are the inclusive bounds of a number. `minus_one`: -1 is allowed, also below
+    `low`, and counts as absent. `only` is the only accepted value of a boolean; None: both are. `samples`: it is a
+    field of `Sampling`, which gives `name` and `default`. `because` is the reason for `clouds`.
     """
 
     kind: Kind
@@ -94,7 +95,7 @@ def _strings_problem(value: Any) -> str | None:
 
 
 def json_kind(value: Any) -> str:
-    """The name of the JSON type of `value`."""
+    """The name of the JSON type of `value`, with its article (`a string`); `null` for other types."""
     kinds = {
         bool: "a boolean",
         str: "a string",
@@ -110,7 +111,7 @@ _TUNING = "it tunes the sampler of one local model; another model has its own di
 
 
 def _tuning(kind: Kind, low: float, high: float, effect: str) -> Parameter:
-    """A parameter of llama.cpp's samplers that clouds do not have."""
+    """A parameter of llama.cpp's samplers that clouds do not get."""
     return Parameter(kind, effect, low, high, clouds="left out", because=_TUNING)
 
 
@@ -118,7 +119,7 @@ def _tuning(kind: Kind, low: float, high: float, effect: str) -> Parameter:
 class Sampling:
     """How tokens are drawn. Each annotated field declares a parameter of requests with the field's name and default.
 
-    `logit_bias` holds pairs of a token and the number that is added to its logit; `top_k` of 0 or less is off.
+    `logit_bias` holds pairs of a token id and the number that is added to its logit; `top_k` of 0 or less is off.
     """
 
     temperature: Annotated[float, Parameter("number", "Divides the logits; 0 takes the likeliest token.", 0, 2)] = 1.0
@@ -138,7 +139,7 @@ class Sampling:
         int, _tuning("integer", -1, _INT32, "Keeps this many of the likeliest tokens; 0 and -1 keep all.")
     ] = 40
     min_p: Annotated[
-        float, _tuning("number", 0, 1, "Keeps tokens with this share of the best token's probability.")
+        float, _tuning("number", 0, 1, "Keeps tokens with at least this share of the best token's probability.")
     ] = 0.05
     typical_p: Annotated[float, _tuning("number", 0, 1, "Locally typical sampling; 1 is off.")] = 1.0
     xtc_probability: Annotated[
@@ -147,7 +148,7 @@ class Sampling:
             "number",
             0,
             1,
-            "Chance at each token that XTC removes all but the last of the tokens above `xtc_threshold`; 0 is off.",
+            "Chance at each token that XTC removes the tokens above `xtc_threshold` except the least likely; 0 is off.",
         ),
     ] = 0.0
     xtc_threshold: Annotated[
@@ -171,7 +172,7 @@ class Sampling:
             "number",
             0.01,
             10,
-            "Divides positive logits of tokens in the answer by this and multiplies negative ones; 1 is off.",
+            "Divides positive logits of tokens in the answer by this and multiplies negative ones by it; 1 is off.",
         ),
     ] = 1.0
     frequency_penalty: Annotated[
@@ -230,7 +231,7 @@ class Sampling:
         int | None,
         Parameter(
             "integer",
-            "Equal requests give equal answers, as described below; -1 or none: a new seed for each request.",
+            "Equal requests that run alone give equal answers; -1 or none: a new seed for each request.",
             -(2**63),
             2**63 - 1,
             minus_one=True,

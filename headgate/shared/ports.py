@@ -20,7 +20,7 @@ _MAX_COMMAND_CHARS = 80
 def listen(host: str, port: int) -> socket.socket:
     """A non-blocking socket that listens on `host` and `port` (0 for a free port). Children do not inherit it.
 
-    Raises PortInUseError with the owner of the port, HeadgateError when the address cannot be used.
+    Raises PortInUseError that names the process on the port, and HeadgateError when the address cannot be used.
     """
     family, address = _resolve(host, port)
     # With the protocol number asyncio recognizes TCP connections and disables Nagle's algorithm for them.
@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises the errors of `listen` without keeping a socket open."""
+    """Raises the errors of `listen` for this address; keeps no socket open."""
     listen(host, port).close()
 
 
@@ -65,7 +65,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
 
 
 def owner(port: int) -> str:
-    """A description of the process that listens on `port`: `pid 4711 (python -m gateway)`."""
+    """Text for messages about the process that listens on `port`, such as `pid 4711 (python -m gateway)`."""
     pid = owner_pid(port)
     if pid is None:
         return "a process that this user cannot see"
@@ -74,7 +74,7 @@ def owner(port: int) -> str:
 
 
 def owner_pid(port: int) -> int | None:
-    """The process that listens on `port`, or None when this user cannot see it."""
+    """The id of the process that listens on `port`; None when there is none, or when this user cannot see it."""
     if Path("/proc/net/tcp").exists():
         inodes = set(_listening_inodes(port))
         return next((pid for pid in _pids() if _has_socket(pid, inodes)), None) if inodes else None
@@ -97,7 +97,7 @@ def _listening_inodes(port: int) -> Iterator[str]:
 
 
 def connection_owner(port: int, peer_port: int) -> int | None:
-    """The process whose end of a local IPv4 connection is `port`, or None when /proc does not show it."""
+    """The id of the process that connects from `port` to `peer_port` by IPv4; None when /proc does not show it."""
     inodes = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
@@ -135,7 +135,7 @@ def arguments(pid: int) -> list[str]:
 
 
 def command(pid: int) -> str:
-    """The command line of a process, or a placeholder when it cannot be read."""
+    """The command line of a process, else the name of its program from `ps`, else `unknown command`."""
     if text := " ".join(word for word in arguments(pid) if word):
         return text
     if ps := shutil.which("ps"):

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 MAX_FRAME_BYTES = 16 * 2**20
-"""The size limit of a frame; a longer one is an error."""
+"""Default limit of the bytes that wait for the end of their frame."""
 
 _EOL = rb"(?:\r\n|\n|\r(?=[^\n]))"  # a bare CR counts only when the next byte shows that it is not half of a CRLF
 _BLANK = re.compile(_EOL + _EOL)
@@ -15,9 +15,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class SseFrame(NamedTuple):
-    """One frame. `data` is the joined `data:` lines or None without any; `event` the event type or None.
+    """One frame. `data`: its `data:` lines, joined by line feeds; None without any. `event`: the event type or None.
 
-    `comment`: the lines of a frame that begins with a comment and has neither, and a blank line.
+    `comment`: the lines and the blank line of a frame that begins with a comment and has neither data nor event type;
+    None for other frames.
     """
 
     data: bytes | None = None
@@ -28,7 +29,8 @@ class SseFrame(NamedTuple):
 class SseSplitter:
     """Splits bytes that arrive in pieces of any size into frames.
 
-    The frames do not depend on how the bytes were cut. Raises ValueError when a frame exceeds `max_frame_bytes`.
+    The frames do not depend on how the bytes were cut. `feed` raises ValueError when more than `max_frame_bytes` wait
+    for the end of their frame.
     """
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -84,7 +86,7 @@ class SseSplitter:
 
 
 def _frame(raw: bytes) -> SseFrame | None:
-    """The frame of the lines in `raw`; None when there are none."""
+    """The frame of the lines in `raw`; None when `raw` has only line ends."""
     if raw.startswith(b"data: ") and raw.find(b"\n") < 0 and raw.find(b"\r") < 0:
         return SseFrame(raw[6:])
     raw = raw.lstrip(b"\r\n")

@@ -1,4 +1,4 @@
-"""The configuration and state directories, generated secrets, and the lock that allows one inference service."""
+"""The directories of configuration and state, generated secrets, `.env`, and the lock for one inference service."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ _ATTEMPTS = 10
 
 
 def fits_a_header(secret: str) -> bool:
-    """Whether `secret` can be the value of an HTTP header."""
+    """Whether an HTTP header can carry `secret` unchanged."""
     return secret.isascii() and secret.isprintable() and secret == secret.strip()
 
 
 def config_dir(environ: Mapping[str, str], given: str | None = None) -> Path:
-    """The configuration directory: `given`, HEADGATE_CONFIG_DIR, ./config, or the packaged defaults, in this order."""
+    """The configuration directory: `given`, HEADGATE_CONFIG_DIR, ./config if it has models.yaml or gateway.yaml, or the
+    packaged defaults, in this order.
+    """
     if chosen := given or environ.get("HEADGATE_CONFIG_DIR"):
         return Path(chosen).expanduser()
     here = Path("config")
@@ -45,7 +47,7 @@ def config_dir(environ: Mapping[str, str], given: str | None = None) -> Path:
 
 
 def packaged_defaults() -> Path:
-    """The configuration shipped with Headgate: inside the installed package, beside it in a checkout."""
+    """The directory of the configuration that is shipped with Headgate."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "defaults"
     return installed if installed.is_dir() else package.parent / "config"
@@ -59,7 +61,10 @@ class StateDir:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> StateDir:
-        """HEADGATE_STATE_DIR, by default `$XDG_STATE_HOME/headgate` (`~/.local/state/headgate`). Creates it."""
+        """HEADGATE_STATE_DIR, by default `$XDG_STATE_HOME/headgate` (`~/.local/state/headgate`). Creates it.
+
+        Raises HeadgateError when it cannot be created.
+        """
         base = environ.get("HEADGATE_STATE_DIR")
         if not base:
             base = str(Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "headgate")
@@ -81,13 +86,13 @@ class StateDir:
         return path
 
     def file(self, *parts: str) -> Path:
-        """A path below the root. Creates its directory."""
+        """A path below the root. Creates the directory of the file. Raises HeadgateError when it cannot be created."""
         return self.directory(*parts[:-1]) / parts[-1]
 
     def read_secret(self, name: str) -> str | None:
         """The secret in file `name`, or None when the file is missing or empty.
 
-        Raises HeadgateError for a file that other users can read or that does not hold a key.
+        Raises HeadgateError for a file to which other users have access, that cannot be read, or that holds no key.
         """
         path = self.file(name)
         advice = "move it away; the next start creates a new one"
@@ -96,7 +101,7 @@ class StateDir:
             if data is None:
                 return None
             if path.stat().st_mode & 0o077:
-                raise HeadgateError(f"{path} can be read by other users; run: chmod 600 {path}")
+                raise HeadgateError(f"other users have access to {path}; run: chmod 600 {path}")
             found = data.decode("ascii").strip()
         except NotRegularError as error:
             raise HeadgateError(f"{path} is {error}; {advice}") from error
@@ -111,9 +116,10 @@ class StateDir:
         return found or None
 
     def secret(self, name: str, prefix: str = "") -> str:
-        """The secret in file `name`; generated on first use (256 bits, mode 0600). Safe when processes race for it.
+        """The secret in file `name`: `prefix` and 256 random bits, generated on first use. The file has mode 0600.
 
-        Replaces an empty file, which a crash of the machine can leave.
+        Processes that call this at the same time get the same secret. An empty file, which a crash of the machine can
+        leave, is replaced. Raises HeadgateError like `read_secret`, and when the file cannot be written.
         """
         path = self.file(name)
         for _ in range(_ATTEMPTS):
@@ -132,10 +138,10 @@ class StateDir:
 
 
 def _put_first(path: Path, data: bytes) -> bool:
-    """Writes `path` unless it has content. Returns False when another process wrote it first.
+    """Writes `path` unless it has content. Returns False when another process wrote or removed it in the meantime.
 
-    Without a file, only one `link` can succeed. An empty file is replaced under its own lock, and only while it still
-    is the file at `path`: a process that waited for the lock sees that it was replaced.
+    Without a file, only one `link` can succeed. An empty file is replaced under its own lock, and only if it is
+    still the file at `path`: another process can have replaced it while this one waited for the lock.
     """
     temporary = write_temporary(path, data)
     try:
@@ -167,7 +173,10 @@ class MachineLock:
 
     @classmethod
     def acquire(cls, environ: Mapping[str, str], describe: Mapping[str, Any]) -> MachineLock:
-        """Takes the lock and writes `describe` (pid, url) into it. Raises AlreadyRunningError naming the holder."""
+        """Takes the lock and writes `describe` (pid, url) into its file.
+
+        Raises AlreadyRunningError that names the holder, and HeadgateError when the file cannot be opened.
+        """
         path = lock_path(environ)
         try:
             handle = _open_lock(path)
@@ -183,7 +192,7 @@ class MachineLock:
             os.close(handle)
             raise AlreadyRunningError(
                 f"an inference service already manages the GPUs of this machine ({_holder(holder)}); "
-                f"stop it first, or use that one"
+                f"stop that service, or use it"
             ) from None
         with contextlib.suppress(OSError):  # another user's file: locked, but without the holder's description
             os.ftruncate(handle, 0)
@@ -200,7 +209,7 @@ class MachineLock:
 
 
 def lock_path(environ: Mapping[str, str]) -> Path:
-    """The path of the lock file: one per machine, or in HEADGATE_LOCK_DIR."""
+    """The path of the lock file, see MachineLock."""
     if chosen := environ.get("HEADGATE_LOCK_DIR"):
         return Path(chosen) / "headgate-authority.lock"
     shared = Path("/run/lock")
@@ -209,7 +218,7 @@ def lock_path(environ: Mapping[str, str]) -> Path:
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor to lock. A file of another user is opened read-only, which `flock` accepts."""
+    """The opened lock file, created if missing. A file of another user is opened read-only, which `flock` accepts."""
     try:
         handle = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Files of the state directory. A damaged file is logged and set aside and does not stop a service."""
+"""Reads and writes files of the state directory. A damaged file is logged and renamed; it does not stop a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_state_file(path: Path, parse: Callable[[Any], T], consequence: str, *, 
     """`parse` of the JSON in `path`, or None when the file is missing or cannot be used.
 
     `parse` raises ValueError, KeyError, TypeError, AttributeError, IndexError or OverflowError for damaged content.
-    `consequence` is the part of the log line that says what is lost, such as `estimates are measured again`.
+    `consequence` is the part of the log line that says what follows, such as `estimates are measured again`.
     """
     try:
         data = read_regular(path, max_bytes)
@@ -47,7 +47,7 @@ def load_state_file(path: Path, parse: Callable[[Any], T], consequence: str, *, 
 
 
 def _set_aside(path: Path) -> str:
-    """Renames the damaged file, so that the next write keeps it. Returns a sentence for the log."""
+    """Renames the damaged file, so that the next write does not replace it. Returns the end of the log line."""
     kept = path.with_name(path.name + DAMAGED_SUFFIX)
     try:
         path.replace(kept)
@@ -57,7 +57,7 @@ def _set_aside(path: Path) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """A short text on one line, with the type of the error where its text is only a value."""
+    """A short text on one line, with the type of the error unless it is a ValueError, whose text is a sentence."""
     text = ascii(str(error))[1:-1][:200]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
@@ -98,7 +98,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes | None:
 
 
 def write_temporary(path: Path, data: bytes) -> Path:
-    """A private temporary file beside `path` with `data`, flushed to disk. Raises OSError naming `path`."""
+    """A temporary file with `data` beside `path`, with mode 0600, flushed to disk. Raises OSError that names `path`."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -117,9 +117,9 @@ def write_temporary(path: Path, data: bytes) -> Path:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces `path` with `data` in one step: readers and crashes see the old or the new content.
+    """Replaces `path` with `data` in one step: readers see the old or the new content, also after a crash.
 
-    Raises OSError naming `path`.
+    Raises OSError that names `path`.
     """
     temporary = write_temporary(path, data)
     try:
@@ -132,14 +132,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 class StateFileWriter:
-    """Writes JSON files of one kind (`what`, for the log). Logs the first failed write, and the next that succeeds."""
+    """Writes JSON files. `what` names their content in log lines. Logs the first failed write, and the next success."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._fails = False
 
     def write(self, path: Path, content: Any) -> bool:
-        """Replaces the file at `path` with `content` as JSON. Creates its directory. Returns False when that fails."""
+        """Replaces the file at `path` with `content` as JSON; creates its directory. Returns whether it succeeded."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(path, json.dumps(content).encode())

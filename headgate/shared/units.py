@@ -22,14 +22,14 @@ GIB = 2**30
 
 
 def mib(count: float) -> float:
-    """Bytes as MiB, with three decimal places."""
+    """`count` bytes in MiB, rounded to three decimal places."""
     return round(count / MIB, 3)
 
 
 def parse_duration(value: Any) -> float:
-    """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a number of seconds; `"never"` is infinity.
+    """The seconds of `"300s"`, `"250ms"`, `"5m"`, `"1h"`, `"2d"` or of a number of seconds; `"never"` is infinity.
 
-    Raises ValueError with an example for other text, negative values and NaN.
+    Raises ValueError with an example for other values.
     """
     if isinstance(value, bool):
         raise ValueError("true and false are not durations; write for example 30s, 250ms, 5m or never")
@@ -46,7 +46,7 @@ def parse_duration(value: Any) -> float:
 
 
 def parse_bytes(value: Any) -> int:
-    """Bytes in `"600MiB"`, `"1.5GB"` or a number of bytes. Raises ValueError with an example for other values."""
+    """The bytes of `"600MiB"`, `"1.5GB"` or a number of bytes. Raises ValueError with an example for other values."""
     if isinstance(value, bool):
         raise ValueError("true and false are not sizes; write for example 512MiB or 2GiB")
     count = value
@@ -70,7 +70,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` as `"never"`, `"250ms"`, `"42s"`, `"5m"` or `"2h 3m"`."""
+    """`seconds` as `"never"`, `"250ms"`, `"42s"`, `"5m"`, `"2m 1s"` or `"2h 3m"`."""
     if math.isinf(seconds):
         return "never"
     if seconds < 1 and seconds > 0:

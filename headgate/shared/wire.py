@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with a `Wire` per request, which reads and writes without ASGI's `receive` and `send`.
 
-ASGI's `send` needs a task to await it: an iteration of the event loop and a wake-up per token. A complete body is
-available without awaiting `receive` under a deadline, and a disconnect without a waiting task, which saves about 5 %
+A task must await ASGI's `send`, which costs an iteration of the event loop and a wake-up per token. A `Wire` returns a
+complete body without a deadline around `receive`, and reports a disconnect without a waiting task; this saves about 5 %
 of the time of a request.
 """
 
@@ -35,7 +35,7 @@ class Wire:
         self._on_disconnect: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
-        """The request's body, once, if it has arrived completely; else None."""
+        """Removes and returns the request's body; None while it is incomplete, and after a disconnect."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -72,8 +72,10 @@ class Wire:
         return bool(self._cycle.response_complete)
 
     def answer(self, status: int, lines: bytes, body: bytes) -> bool:
-        """Sends a complete response in one write. Returns False when only `send` can: the response has begun, or the
-        client reads slowly. `lines` are encoded headers without Content-Length and Connection.
+        """Sends a complete response in one write. Returns False when the caller must use `send`: the response has
+        begun, the client has disconnected or reads slowly, or the method is HEAD.
+
+        `lines` are encoded headers without Content-Length and Connection.
         """
         if not self._may_begin:
             return False
@@ -85,7 +87,7 @@ class Wire:
         return True
 
     def begin(self, status: int, lines: bytes) -> bool:
-        """Begins a chunked response. Returns False when only `send` can, as for `answer`.
+        """Begins a chunked response. Returns False in the cases of `answer`, and for HTTP/1.0.
 
         Status and headers are sent with the first piece, in one packet: `write` or `end` must follow without an await.
         """
@@ -119,7 +121,9 @@ class Wire:
 
     @property
     def is_free(self) -> bool:
-        """Whether `write` is possible: the response has begun, is not complete, and the client reads fast enough."""
+        """Whether `write` is possible: a chunked response has begun and is not complete, and the client is still there
+        and reads fast enough.
+        """
         cycle = self._cycle
         return (
             cycle.response_started
@@ -140,7 +144,7 @@ class Wire:
         self._complete()
 
     def _with_head(self, data: bytes) -> bytes:
-        """The chunk for `data`, after the head if that is not sent yet."""
+        """The chunk for `data`, after the head of the response if that is not sent yet."""
         head, self._unsent_head = self._unsent_head, b""
         if not data:
             return head  # an empty chunk would end the body
@@ -164,11 +168,12 @@ class _Unchunked(RequestResponseCycle):
 
 
 class WiredHttp(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with three differences.
+    """uvicorn's HTTP protocol with these differences.
 
     - The scope of every request holds a `Wire`.
     - Trailers of chunked requests are dropped. The parser reports them like headers, after the body.
-    - When malformed bytes follow complete requests, these are answered before the connection is closed.
+    - Complete requests are answered when malformed bytes follow them; then the connection is closed.
+    - A disconnect is noticed and reported for all unanswered requests, not only for the newest one.
     """
 
     _unanswered: tuple[Wire, ...] = ()
@@ -193,8 +198,8 @@ class WiredHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Handles a parser error, after which the parser accepts no bytes.
 
-        Complete requests are still answered; then the connection is closed. Without one, the response is an error
-        unless the response to the malformed request has begun.
+        Complete requests are still answered; then the connection is closed. Without a complete request the response has
+        status 400; if the response to the malformed request has begun, the connection is aborted instead.
         """
         complete = [wire._cycle for wire in self._unanswered if not wire.is_answered]
         malformed = complete.pop() if complete and complete[-1].more_body else None
@@ -220,7 +225,7 @@ class WiredHttp(HttpToolsProtocol):
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which close the port first and exit with status 143."""
+    """uvicorn's server without its signal handlers, which close the port first and exit with status 143."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -235,7 +240,7 @@ def server_config(app: Any, *, http: type[HttpToolsProtocol] = WiredHttp, **opti
 
 
 def take(scope: MutableMapping[str, Any]) -> Wire | None:
-    """Removes the wire from the scope of a request (avoiding a reference cycle). None with another server."""
+    """Removes the wire from the scope of a request, which ends a reference cycle. None if the scope has none."""
     extensions = scope.get("extensions")
     found = extensions.pop(_EXTENSION, None) if extensions else None
     return found if isinstance(found, Wire) else None

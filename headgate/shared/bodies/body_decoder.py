@@ -2,7 +2,7 @@
 
 A body type is a `msgspec.Struct`. It declares the fields, their bounds and the texts of errors. Validation,
 error messages with the parameter's path, and JSON Schema are derived from it. The gateway decodes the bodies of its
-clients with it, and a worker decodes the bodies that the gateway sends.
+clients with this module, and the inference service and its workers decode the bodies that the gateway sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ EXTRA = "$extra"
 """The encoded name of `Extensible.extra`."""
 
 HOP_FIELDS = frozenset(("answer_so_far", "prompt_usage"))
-"""Fields that the gateway sends to local models. Its clients cannot send them."""
+"""Fields that the gateway sends to local models. They are not in the schemas for its clients: it refuses a client's
+`answer_so_far` and ignores a client's `stream_options.prompt_usage`."""
 
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -38,7 +39,7 @@ _STEP = re.compile(r"\.([A-Za-z_$][\w$]*)|\[(\d+)\]")
 
 
 class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An object that may have unknown fields; they are kept in `extra` and sent to the provider."""
+    """An object that may have unknown fields. `keep_extra` puts them into `extra`, and `as_json` out again."""
 
     extra: dict[str, Any] | None = msgspec.field(default=None, name=EXTRA)
 
@@ -70,7 +71,7 @@ def must(text: str) -> dict[str, Any]:
 
 
 class InvalidBodyError(Exception):
-    """A body is refused with this error code, because of the parameter `param`."""
+    """A body is refused because of the parameter `param`. `code` is the error code for the client."""
 
     def __init__(self, message: str, param: str, code: str) -> None:
         super().__init__(message)
@@ -80,7 +81,10 @@ class InvalidBodyError(Exception):
 
 
 def not_finite(raw: bytes) -> str | None:
-    """The top-level field of a JSON object that has NaN or Infinity, which Python writes and JSON does not allow."""
+    """The first top-level field of the JSON object `raw` whose value is NaN or infinite; None if there is none.
+
+    Python writes such values, but JSON does not allow them.
+    """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -95,15 +99,15 @@ def refuse(param: str, message: str, code: str = INVALID) -> NoReturn:
 
 
 def refused_types(why: Callable[[str], str | None]) -> dict[str, Any]:
-    """Metadata of a union of tagged types: the reason why a type that exists elsewhere is refused."""
+    """Metadata of a union of tagged types. `why` returns why a type is refused; None for an unknown type."""
     return {"refused": why}
 
 
 def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
-    """`given` as a `type_`; raises InvalidBodyError.
+    """`given` as a `type_`. Raises InvalidBodyError.
 
     `path` is the endpoint, for the message about an unknown field. It is empty on the local hop, where `HOP_FIELDS` are
-    accepted. Fields whose names in JSON begin with `$` cannot be sent.
+    accepted. Fields whose JSON names begin with `$` are internal and are refused.
     """
     if not _not_sent(type_, bool(path)).isdisjoint(given):
         refuse_unknown(next(name for name in given if name in _not_sent(type_, bool(path))), type_, "", path)
@@ -163,7 +167,7 @@ def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
 
 
 def as_json(body: msgspec.Struct) -> dict[str, Any]:
-    """`body`, or an object of one, as a new JSON object in the format of its API; absent fields are left out."""
+    """A body, or an object from inside a body, as a new JSON object; absent fields are left out."""
     if getattr(body, "origin", None) is not None:
         body = msgspec.structs.replace(body, origin=None)
     found: dict[str, Any] = msgspec.to_builtins(body)
@@ -260,7 +264,7 @@ def _variants(node: types.Type) -> Iterator[types.Type]:
 
 
 def _fitting(node: types.Type, value: Any) -> types.Type:
-    """The variant of `node` for the JSON type of `value`, and its tag where the objects have one."""
+    """The variant of `node` that fits the JSON type of `value`, and its tag if the variants have tags."""
     fitting = [one for one in _variants(node) if _takes(one, value)]
     for one in fitting:
         if isinstance(one, types.StructType) and one.tag_field is not None and one.tag == value.get(one.tag_field):
@@ -298,7 +302,7 @@ def _field_of(node: types.Type, name: str) -> types.Type:
 
 
 def _tags_of(node: types.Type, name: str) -> types.LiteralType | None:
-    """The values of the field `name` where it chooses between the variants of `node`."""
+    """The allowed values of the field `name` if it selects the variant of `node`, else None."""
     tags = [one.tag for one in _variants(node) if isinstance(one, types.StructType) and one.tag_field == name]
     return types.LiteralType(tuple(map(str, tags))) if tags else None
 
@@ -323,7 +327,7 @@ def _metadata(node: types.Type) -> Mapping[str, Any]:
 
 
 def _problem(node: types.Type, value: Any) -> str:
-    """The problem of `value`, as the rest of a sentence that begins with the parameter's name."""
+    """What is wrong with `value`, as the rest of a sentence that begins with the parameter's name."""
     metadata = _metadata(node)
     row: Parameter | None = metadata.get("parameter")
     if row is not None and (problem := row.problem(value)) is not None:
@@ -339,7 +343,7 @@ def _problem(node: types.Type, value: Any) -> str:
 
 
 def _bounds_problem(node: types.Type, value: Any) -> str:
-    """The problem of a `value` that has the right JSON type."""
+    """What is wrong with a `value` of the right JSON type, as the rest of a sentence that begins with its name."""
     match node:
         case types.LiteralType():
             return f"must be {_expected(node)}; it is {value[:60]!r}"
@@ -356,7 +360,7 @@ def _bounds_problem(node: types.Type, value: Any) -> str:
 
 
 def json_schema(type_: type[Body], *, is_public: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it.
+    """The JSON Schema of `type_`, and by name the schemas that it refers to. They have no rules between fields.
 
     With `is_public`, HOP_FIELDS are left out.
     """
@@ -410,7 +414,9 @@ def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> A
 
 
 def check_parameters(given: Mapping[str, Any], names: Set[str]) -> None:
-    """Checks rules beyond types: bounds with a gap, sizes in bytes, the only value of a boolean."""
+    """Raises InvalidBodyError for a parameter in `names` that breaks a rule which its type cannot express: bounds with
+    a gap, sizes in bytes, the only value of a boolean.
+    """
     for name, value in given.items():
         if value is None or name not in names:
             continue
@@ -420,4 +426,4 @@ def check_parameters(given: Mapping[str, Any], names: Set[str]) -> None:
 
 
 CHECKED = frozenset(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
-"""Parameters for `check_parameters`."""
+"""Parameters with a rule that `check_parameters` checks."""

@@ -1,7 +1,7 @@
 """The request bodies of OpenAI's APIs: chat, completions, embeddings, and the usual reranking API.
 
-The gateway decodes its clients' requests into these types and sends them to the inference service; a worker decodes
-them again.
+The gateway decodes its clients' requests into these types and sends them to the inference service, which relays them to
+a worker. The receivers decode them again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ImageUrlText = Annotated[
     str,
     Meta(
         pattern=f"^(data:|https://.{{1,{MAX_URL_CHARS - len('https://')}}}$)",
-        extra=must("must be a data: URL, or a short https: one; send the image itself as base64"),
+        extra=must("must be a data: URL with the image in base64, or an https: URL of at most 2048 characters"),
     ),
 ]
-"""An image, or the address of one that the gateway may fetch; providers get images only."""
+"""A data: URL with the image, or an https: URL that the gateway may fetch. Providers get only data: URLs."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class AllowedTools(Extensible, kw_only=True):
 
 
 class ChosenTool(Extensible, kw_only=True):
-    """The tool that must be called, or the tools that may be."""
+    """The tool that must be called, or the tools that may be called."""
 
     type: str
     function: ChosenFunction | None = None
@@ -242,7 +242,7 @@ class GenerationFields(Body, kw_only=True):
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
     answer_so_far: AnswerSoFar | None = None
-    """For local models: the answer continues this one."""
+    """For local models: the answer continues this beginning."""
 
     @property
     def stops(self) -> list[str]:
@@ -317,7 +317,7 @@ Prompt = Annotated[
     str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)],
     Meta(extra=expected("a string, an array of strings or of token ids")),
 ]
-"""A text, an array of texts, of token ids, or of arrays of token ids."""
+"""A text, or an array of texts, of token ids, or of arrays of token ids."""
 
 
 class CompletionRequest(ParameterFields, kw_only=True):
@@ -416,7 +416,7 @@ def decode_tokenize(given: Mapping[str, Any]) -> TokenizeBody:
 
 
 def _complete(body: Body, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
-    """Checks the messages of a chat, and keeps the fields of its objects that are not declared."""
+    """Checks the messages of a chat, and keeps the undeclared fields of the objects in its body."""
     for index, (message, raw) in enumerate(zip(messages, given.get("messages") or (), strict=True)):
         declared = 2 if message.tool_call_id is None else 3
         if len(raw) == declared and type(message.content) is str and (declared == 3 or message.role != "tool"):
@@ -484,7 +484,7 @@ _ITEMS: Mapping[type, str] = {str: "a string", int: "a whole number", list: "an 
 
 
 def _check_prompt(prompt: str | Sequence[Any], path: str) -> None:
-    """All items of an array have the type of the first one."""
+    """Raises InvalidBodyError for an array with an item of another type than the first one."""
     if isinstance(prompt, str):
         return
     kind = type(prompt[0])

@@ -18,10 +18,10 @@ from headgate import __version__
 from headgate.shared.traces.trace_context import AttributeValue
 
 SCOPE = InstrumentationScope("headgate", __version__)
-"""The scope of Headgate's spans: without events and links, and with the same resource in one process."""
+"""The scope of Headgate's spans. They have no events and links, and all spans of a process have the same resource."""
 
 CACHED = 1024
-"""Encoded attributes that are kept. Most are those of earlier spans, and all are short."""
+"""Size of each cache of encoded fields. Most fields are the same as in earlier spans, and all are short."""
 
 _KINDS = {
     SpanKind.INTERNAL: Span.SPAN_KIND_INTERNAL,
@@ -34,12 +34,15 @@ _FIELDS = {bool: "bool_value", int: "int_value", float: "double_value", str: "st
 
 
 def install() -> None:
-    """Lets the SDK's exporter use this encoder, for which it has no parameter."""
+    """Replaces the encoder of the SDK's exporter, which has no parameter for it."""
     vars(trace_exporter)["encode_spans"] = encode_spans
 
 
 def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """The message that the SDK's `encode_spans` returns. Spans of other libraries are passed to it."""
+    """The same message as from the SDK's `encode_spans`, which encodes a batch that begins with another library's span.
+
+    `spans` must not be empty.
+    """
     if spans[0].instrumentation_scope is not SCOPE:
         return sdk_encode_spans(spans)
     request = sdk_encode_spans(spans[:1])  # with the resource and the scope
@@ -63,7 +66,7 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
 
 @lru_cache(CACHED)
 def _about(name: str, kind: SpanKind, status: StatusCode, has_remote_parent: bool) -> bytes:
-    """The fields of a span that many spans have in common."""
+    """An encoded span with the fields that many spans have in common."""
     flags = _REMOTE if has_remote_parent else _LOCAL
     failed = Status.STATUS_CODE_ERROR if status is StatusCode.ERROR else Status.STATUS_CODE_UNSET
     span = Span(name=name, kind=_KINDS[kind], flags=flags, status=Status(code=failed))
@@ -72,7 +75,7 @@ def _about(name: str, kind: SpanKind, status: StatusCode, has_remote_parent: boo
 
 @lru_cache(CACHED, typed=True)
 def _attribute(name: str, value: AttributeValue) -> bytes:
-    """A span with nothing but this attribute. The cache is `typed`, because 1, 1.0 and True are equal."""
+    """An encoded span that has only this attribute. The cache is `typed`, because 1, 1.0 and True are equal."""
     encoded = AnyValue()
     setattr(encoded, _FIELDS[type(value)], value)
     span = Span(attributes=[KeyValue(key=name, value=encoded)])

@@ -34,7 +34,7 @@ COMPLAINT_SECONDS = 60.0
 """Shortest time between two log lines of the SDK about its collector."""
 
 SDK_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
-"""They log each retry and each dropped span while the collector is dead."""
+"""Loggers of the SDK that log each retry and each dropped span while the collector does not answer."""
 
 _KINDS = {kind.name.lower(): kind for kind in trace.SpanKind}
 _SAMPLED, _NOT_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED), trace.TraceFlags(trace.TraceFlags.DEFAULT)
@@ -61,7 +61,10 @@ _rare_lines = _RareLines()
 
 
 def make_tracer(service: str) -> Tracer:
-    """A tracer with the settings of the process environment (OTEL_*); raises errors of the SDK for invalid ones."""
+    """A tracer with the settings of the process environment (OTEL_*). Raises errors of the SDK for invalid settings.
+
+    `service` is the `service.name` unless the environment has one.
+    """
     for name in SDK_LOGGERS:
         logging.getLogger(name).addFilter(_rare_lines)
     attributes = {"service.version": __version__}
@@ -92,14 +95,14 @@ class _Exporter(OTLPSpanExporter):
         self._resource = resource
 
     def export(self, batch: Sequence[ReadableSpan]) -> SpanExportResult:
-        """An error in a span is logged."""
+        """Converts and sends a batch. Logs an error in a span and leaves out the request of this span."""
         converted: list[ReadableSpan] = []
         for request in batch:
             assert isinstance(request, _Request)
             try:
                 converted += [self._converted(span) for span in request.spans if span.context.is_sampled]
             except Exception:
-                log.exception("internal error: a trace could not be exported")
+                log.exception("internal error: the spans of a request could not be exported")
         return super().export(converted) if converted else SpanExportResult.SUCCESS
 
     def _converted(self, span: Span) -> ReadableSpan:
@@ -132,7 +135,7 @@ class Tracer:
         self._processor = processor
 
     def begin(self, headers: Mapping[str, str]) -> SpanContext:
-        """The context of the span of a request with these headers: a child of the client's, or a new trace."""
+        """The context of the span of a request with these headers: a child of the client's span, or of a new trace."""
         remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
         if remote is None:
             trace_id = new_trace_id()
@@ -141,7 +144,7 @@ class Tracer:
         return SpanContext(remote.trace_id, new_span_id(), remote.span_id, is_sampled, remote.state)
 
     def export(self, spans: Iterable[Span]) -> None:
-        """Queues the spans of a request of a sampled trace. The thread that sends them iterates over them."""
+        """Queues the spans of a request; only sampled ones are sent. The sending thread iterates over `spans`."""
         self._processor.on_end(_Request(spans))
 
     def close(self) -> None:
@@ -150,7 +153,7 @@ class Tracer:
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            log.warning("the collector of traces did not take the last spans within %g s", CLOSE_SECONDS)
+            log.warning("the last spans were not sent to the collector within %g s and are lost", CLOSE_SECONDS)
 
     def _is_sampled(self, trace_id: int, parent: SpanContext | None) -> bool:
         """The decision of the sampler (OTEL_TRACES_SAMPLER; by default that of the parent, else yes)."""

@@ -19,7 +19,7 @@ AttributeValue = str | int | float | bool
 
 
 class SpanContext(NamedTuple):
-    """The ids of one span. Spans of a trace that is not `sampled` are not exported; its headers are passed on.
+    """The ids of one span. Spans without `is_sampled` are not exported; the trace headers are passed on anyway.
 
     `parent_id` is None for the first span of a trace. `state` is the `tracestate` of the client.
     """
@@ -46,7 +46,7 @@ class SpanContext(NamedTuple):
 
 
 def parse(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The span in the headers of a request; None without a valid `traceparent`.
+    """The client's span, from the headers of its request; None without a valid `traceparent`.
 
     An invalid `tracestate` is dropped.
     """

@@ -19,7 +19,7 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 def start(service: str, environ: Mapping[str, str]) -> Tracer | None:
     """The tracer of a service, whose `service.name` is `service` unless the environment has one; None if traces are
-    off. Settings that cannot be used are logged and turn them off.
+    off. Traces are off without a collector, and after a log line with the reason if the settings cannot be used.
     """
     endpoint = _first(environ, ENDPOINTS)
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -28,7 +28,7 @@ def start(service: str, environ: Mapping[str, str]) -> Tracer | None:
     if problem := _problem(endpoint, _first(environ, _PROTOCOLS)):
         log.error("traces are off: %s", problem)
         return None
-    for name, value in environ.items():  # the SDK reads the environment of the process, which lacks those of `.env`
+    for name, value in environ.items():  # the SDK reads the process environment, which lacks variables of `.env`
         if name.startswith("OTEL_"):
             os.environ.setdefault(name, value)
     try:
