@@ -316,7 +316,10 @@ def test_traces_are_off_without_a_collector(monkeypatch: pytest.MonkeyPatch, cap
     ("environment", "advice"),
     [
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "must begin with http:// or https://"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "PROTOCOL=http/protobuf"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "TRACES_PROTOCOL=http/protobuf",
+        ),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_BSP_MAX_QUEUE_SIZE": "1"}, "does not accept"),
     ],
 )

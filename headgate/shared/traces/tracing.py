@@ -55,5 +55,5 @@ def _problem(endpoint: str, protocol: str) -> str | None:
     if not endpoint.startswith(("http://", "https://")):
         return f"the address of the collector must begin with http:// or https://; it is {endpoint[:100]!r}"
     if protocol not in ("", "http/protobuf"):
-        return f"the protocol {protocol[:40]!r} is not supported; set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+        return f"the protocol {protocol[:40]!r} is not supported; set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf"
     return None
