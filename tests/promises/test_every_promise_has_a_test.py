@@ -86,12 +86,12 @@ a client disconnect changes no breaker
   integration/test_gateway_failover.py test_client_disconnect_closes_the_upstream_without_a_failure
 an invalid provider key is not an error of the client; the operator sees it
   promises/test_errors.py test_invalid_key_of_a_provider_is_not_a_401_of_the_client
-  unit/test_gateway_outcome.py test_verdicts_that_need_the_operator
+  unit/test_gateway_outcome.py test_rejected_credentials_or_payment_need_the_operator
 429 closes a deployment for its Retry-After
   unit/test_gateway_breakers.py test_429_opens_breaker_for_its_retry_after
 breakers have two scopes, and both permits are needed
   unit/test_gateway_breakers.py test_provider_breaker_covers_all_its_models
-  unit/test_gateway_breakers.py test_refused_second_permit_returns_the_first
+  unit/test_gateway_breakers.py test_provider_probe_is_returned_when_model_breaker_refuses
 a cancelled probe returns its permit; a lost one expires
   unit/test_gateway_breakers.py test_cancelled_probe_returns_its_permit
   unit/test_gateway_breakers.py test_lost_probe_expires
@@ -125,7 +125,7 @@ local/smaller is the largest other local chat model that is ready or fits at its
 tokens are counted only near the context length
   unit/test_gateway_prompt_length.py test_only_prompts_near_the_context_length_are_counted
 one budget of attempts and time per request
-  unit/test_gateway_budget.py test_attempts_and_time_are_one_budget
+  unit/test_gateway_budget.py test_budget_limits_attempts_and_time
 the total deadline limits the time to commit; afterwards only inter_token applies
   integration/test_gateway_failover.py test_total_deadline_limits_the_time_to_commit_over_all_tiers
   promises/test_gateway.py test_total_deadline_does_not_apply_after_the_commit

@@ -1,4 +1,4 @@
-"""Verbs over several inference services: columns, the choice of a node, and nodes that do not answer."""
+"""Commands with several inference services: columns, the choice of a node, and nodes that do not answer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fleet]:
         yield found
 
 
-def test_list_has_the_node_of_each_model_and_the_reason_of_one_that_does_not_answer(fleet: Fleet, capsys: Any) -> None:
+def test_list_shows_the_node_of_each_model_and_why_a_node_does_not_answer(fleet: Fleet, capsys: Any) -> None:
     assert main(["list"]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
@@ -92,7 +92,7 @@ def test_list_has_the_node_of_each_model_and_the_reason_of_one_that_does_not_ans
     assert "Connection refused" in found[3]["error"]
 
 
-def test_node_limits_a_list_to_one_and_its_error_is_that_of_the_command(fleet: Fleet, capsys: Any) -> None:
+def test_node_option_selects_one_node_and_its_error_becomes_the_error_of_the_command(fleet: Fleet, capsys: Any) -> None:
     assert main(["ps", "--node", "a"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["NODE", "a"]
     assert main(["ps", "--node", "c"]) == 3
@@ -108,7 +108,7 @@ def test_exit_code_is_3_when_no_node_answers(fleet: Fleet, capsys: Any, monkeypa
     assert "no answer from 2 nodes: x: " in capsys.readouterr().err
 
 
-def test_action_needs_the_node_if_several_have_the_model(fleet: Fleet, capsys: Any) -> None:
+def test_action_requires_the_node_option_if_several_nodes_have_the_model(fleet: Fleet, capsys: Any) -> None:
     fleet["b"].answers["POST /models/demo/load"] = Canned(READY.to_json())
     assert main(["load", "demo"]) == 2
     assert "demo is on several nodes; choose one with --node: a (ready on gpu-0), b (cold)" in capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_action_finds_the_only_node_with_the_model(fleet: Fleet, capsys: Any) ->
 @pytest.mark.parametrize(
     "words", [["gc"], ["kv", "clear"], ["devices", "recover", "gpu-0"], ["quarantine", "clear", "all"]]
 )
-def test_operation_on_a_whole_service_needs_the_node(fleet: Fleet, words: list[str], capsys: Any) -> None:
+def test_operation_on_a_whole_service_requires_the_node_option(fleet: Fleet, words: list[str], capsys: Any) -> None:
     assert main(words) == 2
     assert "which node? choose one with --node: a, b, c" in capsys.readouterr().err
 
@@ -150,7 +150,7 @@ def test_plan_asks_all_nodes_and_marks_the_best(fleet: Fleet, capsys: Any) -> No
     assert "demo cannot be placed now: no memory" in capsys.readouterr().out
 
 
-def test_best_plan_prefers_a_loaded_model_then_one_that_changes_and_evicts_nothing() -> None:
+def test_best_plan_is_a_loaded_model_else_one_without_changes_and_evictions() -> None:
     loaded, smaller = {"result": "DEPLOYED"}, {**FITS, "changes": {"context_length": 2048}}
     fast = {**FITS, "expected": {"tokens_per_second": 90.0}}
     assert best_plan({"a": EVICTS, "b": FITS, "c": fast, "d": loaded, "e": REFUSED}) == "d"
@@ -159,7 +159,7 @@ def test_best_plan_prefers_a_loaded_model_then_one_that_changes_and_evicts_nothi
     assert best_plan({"a": REFUSED}) is None
 
 
-def test_nodes_lists_what_each_does(fleet: Fleet, capsys: Any) -> None:
+def test_nodes_command_shows_the_state_of_each_node(fleet: Fleet, capsys: Any) -> None:
     health = {"healthy": False, "node": "gpu-1", "epoch": "e1", "version": "0.1.0"}
     fleet["a"].answers["GET /health"] = Canned(health, 503)  # a device is not usable, but the service answers
     fleet["b"].answers["GET /health"] = Canned({**health, "epoch": "e2"})
@@ -194,7 +194,7 @@ def test_lists_of_devices_evictions_and_sequences_are_merged(fleet: Fleet, capsy
     assert [entry["node"] for entry in json.loads(capsys.readouterr().out)["nodes"]] == ["a", "b", "c"]
 
 
-def test_nodes_of_dns_and_ray_are_those_of_the_gateway(
+def test_nodes_that_a_dns_name_lists_are_taken_from_the_gateway(
     fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = [{"name": name, "url": service.url} for name, service in fleet.items()]
@@ -226,7 +226,7 @@ def test_breakers_verb_shows_a_node_column_and_accepts_the_node_option(
         assert "openai" not in capsys.readouterr().out
 
 
-def test_one_service_has_no_column_and_refuses_the_option(
+def test_list_of_a_single_service_has_no_node_column_and_refuses_the_node_option(
     fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFERENCE_PORT", fleet["a"].url.rpartition(":")[2])  # as on the machine of a node

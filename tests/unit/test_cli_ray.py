@@ -1,4 +1,4 @@
-"""`headgate ray` without ray, without a cluster, and with other settings than those that run."""
+"""`headgate ray` without ray, without a cluster, and with other settings than the running services."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_settings_are_checked_before_the_cluster_is_used(tmp_path: Path) -> None
     assert ray_verb.settings_of(_session(tmp_path, config_dir="etc")).config_dir == str(Path.cwd() / "etc")
 
 
-def test_other_settings_than_the_running_ones_are_named() -> None:
+def test_setting_that_differs_from_the_running_services_is_named() -> None:
     running = ServiceSettings(headgate.__version__, "", None, "", 8085)
     assert ray_verb.difference(running, replace(running, token="t")) is None
     assert ray_verb.difference(running, replace(running, port=0)) == "--port 8085"

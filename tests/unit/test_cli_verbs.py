@@ -164,7 +164,7 @@ def test_ps_and_show_list_the_replicas_of_a_model(serve: Any, capsys: Any) -> No
     assert "demo@2: loading on gpu-1, 0 in flight" in capsys.readouterr().out
 
 
-def test_ps_without_loaded_models_prints_a_sentence(serve: Any, capsys: Any) -> None:
+def test_ps_says_that_no_model_is_loaded(serve: Any, capsys: Any) -> None:
     serve({"GET /v1/models": Canned({"object": "list", "data": []})})
     assert main(["ps"]) == 0
     assert "no model is loaded" in capsys.readouterr().out
@@ -301,7 +301,7 @@ def test_commands_about_a_model_print_its_new_state(serve: Any, capsys: Any) -> 
         ("bench org/big", "POST /v1/chat/completions"),
     ],
 )
-def test_model_that_does_not_fit_is_exit_code_4_with_the_numbers(
+def test_model_that_does_not_fit_gives_exit_code_4_and_the_numbers(
     serve: Any, capsys: Any, command: str, endpoint: str
 ) -> None:
     service = serve({endpoint: Canned(TOO_BIG, 503, {"Retry-After": "30"})})
@@ -350,7 +350,7 @@ ABSENT = "ps", "list", "show x", "load x", "unload x", "offload x", "move x gpu-
 
 
 @pytest.mark.parametrize("line", [*ABSENT, "devices", "breakers", "plan x"])
-def test_absent_service_is_exit_code_3_with_its_address_and_advice(
+def test_absent_service_gives_exit_code_3_its_address_and_advice(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     port = str(free_port())
@@ -406,7 +406,7 @@ def test_run_names_the_model_of_a_fallback(serve: Any, capsys: Any) -> None:
     assert capsys.readouterr().err == "answered by local/demo-mini (local-fallback): memory_limit_exceeded\n"
 
 
-def test_error_frame_within_an_answer_is_exit_code_1(serve: Any, capsys: Any) -> None:
+def test_error_frame_within_an_answer_gives_exit_code_1(serve: Any, capsys: Any) -> None:
     error = {"error": {"message": "the worker died", "type": "server_error", "param": None, "code": "model_failed"}}
     frames = (_chunk("Half an"), f"data: {json.dumps(error)}\n\n".encode())
     serve({"POST /v1/chat/completions": Canned(frames=frames)})
@@ -416,7 +416,7 @@ def test_error_frame_within_an_answer_is_exit_code_1(serve: Any, capsys: Any) ->
     assert "the worker died" in output.err
 
 
-def test_cut_stream_is_exit_code_1(serve: Any, capsys: Any) -> None:
+def test_interrupted_stream_gives_exit_code_1(serve: Any, capsys: Any) -> None:
     serve({"POST /v1/chat/completions": Canned(frames=(_chunk("Half an"),))})
     assert main(["run", "demo", "hi"]) == 1
     assert "answer is incomplete" in capsys.readouterr().err
@@ -463,7 +463,7 @@ COUNTED = (*STREAM[:-1], f"data: {json.dumps(USAGE)}\n\n".encode(), DONE)
 
 
 def test_bench_counts_requests_and_tokens(serve: Any, capsys: Any) -> None:
-    """The request that loads the model is not counted; prompts differ from their first words on."""
+    """The request that loads the model is not counted. All prompts are different."""
     service = serve({"POST /v1/chat/completions": Canned(frames=COUNTED)})
     assert main(["bench", "demo", "--streams", "2", "--duration", "50ms", "--prompt-tokens", "30", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
@@ -491,7 +491,7 @@ def test_bench_shows_a_table_and_counts_fallbacks(serve: Any, capsys: Any) -> No
 
 
 def test_bench_reports_failures_and_ends_failed_streams(serve: Any, capsys: Any) -> None:
-    """Answers are cut after the first request: one failure per stream, no repetition, no rate."""
+    """Answers after the first one are interrupted: each stream fails once and ends, and no rate is computed."""
     canned = Canned(frames=COUNTED)
     service = serve({"POST /v1/chat/completions": canned})
 
@@ -641,7 +641,7 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
     assert "invalid choice: 'contxt'" in capsys.readouterr().err
 
 
-def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:
+def test_plan_that_does_not_fit_gives_exit_code_4_and_the_numbers(serve: Any, capsys: Any) -> None:
     serve({"POST /memory/plan": Canned(LACKS)})
     assert main(["plan", "big"]) == 4
     assert capsys.readouterr().out.splitlines() == [
@@ -883,7 +883,7 @@ def test_second_up_leaves_the_record_of_the_first(tmp_path: Path) -> None:
     assert Record.read(state) is None
 
 
-def test_health_result_is_the_exit_code(serve: Any, capsys: Any) -> None:
+def test_health_command_returns_its_result_as_the_exit_code(serve: Any, capsys: Any) -> None:
     service = serve({"GET /livez": Canned({}), "GET /readyz": Canned({}, 503)})
     assert main(["health", f"{service.url}/livez"]) == 0
     assert main(["health", f"{service.url}/readyz"]) == 1

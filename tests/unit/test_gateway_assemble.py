@@ -37,7 +37,7 @@ def test_head_of_the_first_chunk_is_kept() -> None:
     later = {**_chunk({"content": "b"}, finish="stop"), "id": "c2", "model": "other", "created": 6}
     answer = _sum({**_chunk({"content": "a"}), "system_fingerprint": None}, later)
     assert (answer["id"], answer["model"], answer["created"]) == ("c1", "demo", 5)
-    assert answer["system_fingerprint"] == "fp", "null does not count"
+    assert answer["system_fingerprint"] == "fp", "null is ignored"
 
 
 EMPTY_HEAD = {"id": "", "object": "", "created": 0, "model": "", "choices": [], "prompt_filter_results": []}
@@ -169,7 +169,7 @@ def test_invalid_chunk_is_rejected(chunk: Any) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[], [EMPTY_HEAD]])
-def test_stream_without_a_chunk_is_no_answer(chunks: list[Any]) -> None:
+def test_stream_without_a_chunk_is_an_error(chunks: list[Any]) -> None:
     with pytest.raises(ValueError, match="no chunk"):
         _sum(*chunks)
 
@@ -215,7 +215,7 @@ def test_parts_of_audio_and_transcript_are_joined() -> None:
     chunks = [_chunk({"role": "assistant", "content": None}), *(_chunk({"audio": piece}) for piece in pieces)]
     message = _sum(*chunks, _chunk(finish="stop"))["choices"][0]["message"]
     assert message["audio"] == {"id": "audio_1", "transcript": "Hello", "data": "AAAABBBB", "expires_at": 9}
-    assert message["content"] is None, "the answer was spoken"
+    assert message["content"] is None, "the answer has audio instead of text"
 
 
 def test_annotations_of_several_chunks_are_joined() -> None:
@@ -262,7 +262,7 @@ def test_number_of_choices_follows_from_n_and_the_prompts(body: dict[str, Any], 
     assert choices_of(decoded(body, endpoint)) == choices
 
 
-def test_one_choice_has_one_finish_reason() -> None:
+def test_answer_of_one_choice_is_complete_at_its_first_finish_reason() -> None:
     finishes = Finishes()
     assert not (finishes.are_any or finishes.are_all)
     finishes.note(Data(b"any frame with a finish reason", DeltaKind.FINISH))
@@ -327,7 +327,7 @@ async def test_malformed_chunk_ends_the_wait_with_an_error() -> None:
 
 
 async def test_answer_without_finish_reason_is_an_error() -> None:
-    """Also with an end marker: a client of a unary answer could not see the difference."""
+    """Also with an end marker: the client of a unary answer could not tell it from a complete one."""
     coming = _Coming(_data({"content": "one"}))
     coming.last.clear()
     with pytest.raises(UpstreamError, match="finish reason") as raised:

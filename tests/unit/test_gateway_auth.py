@@ -68,7 +68,7 @@ def test_message_without_an_admin_key_names_the_variable(state: StateDir) -> Non
         _bearer("u\udcff"),
     ],
 )
-def test_invalid_keys_are_a_401(state: StateDir, headers: dict[str, str]) -> None:
+def test_invalid_key_gets_status_401(state: StateDir, headers: dict[str, str]) -> None:
     with pytest.raises(RequestError) as caught:
         Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(headers, "use")
     assert (caught.value.code, caught.value.status) == (Code.INVALID_API_KEY, 401)
@@ -114,7 +114,7 @@ def test_keys_have_one_tenant_when_prefixes_are_shared(state: StateDir) -> None:
 
 
 @pytest.mark.parametrize(("share", "tenants"), [("tenant", 2), ("all", 1)])
-def test_share_prefixes_is_a_setting(tmp_path: Path, share: str, tenants: int) -> None:
+def test_setting_share_prefixes_decides_whether_keys_share_a_tenant(tmp_path: Path, share: str, tenants: int) -> None:
     environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
     (tmp_path / "gateway.yaml").write_text(f"share_prefixes: {share}\n")
     source = Source(tmp_path, lambda: environ, {})

@@ -1,4 +1,4 @@
-"""The gateway benchmark: bars, raw samples, its upstream, its load generator."""
+"""The gateway benchmark: its bars (required figures), raw samples, upstream and load generator."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_paced_streams_are_complete_and_a_disconnect_is_noticed() -> None:
         await left.wait()
 
 
-def test_stream_without_its_end_is_no_answer() -> None:
+def test_stream_without_its_end_is_a_failed_request() -> None:
     reply = asking.Reply(200, first=1.0, text=b"data: {}", tail=b"data: {}\n\ndata: [DONE]\n\n")
     assert asking.check(reply) is reply
     with pytest.raises(asking.FailedError, match="without its end"):

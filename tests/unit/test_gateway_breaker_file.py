@@ -103,7 +103,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("content", [case[1] for case in BAD], ids=[case[0] for case in BAD])
-async def test_damaged_file_is_one_log_line(world: World, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_file_gives_one_log_line_and_closed_breakers(
+    world: World, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     (world.root / NAME).write_bytes(content)
     breakers, _ = await world.gateway()
     assert breakers.states() == {}
@@ -123,7 +125,7 @@ async def test_directory_in_place_of_file_is_logged_once(world: World, caplog: p
     ]
 
 
-async def test_load_ignores_unknown_providers_and_limits_number(world: World) -> None:
+async def test_load_ignores_unknown_providers_and_limits_the_number_of_breakers(world: World) -> None:
     entries = [["gone", "m", world.wall + 20]] + [["local", f"m{index}", world.wall + 20] for index in range(1000)]
     (world.root / NAME).write_text(json.dumps({"format": 1, "breakers": entries}))
     breakers, _ = await world.gateway()

@@ -1,4 +1,4 @@
-"""Leases, breakers and the ramp after a recovery, with a clock that the test moves."""
+"""Leases, breakers and the ramp after a recovery, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -162,11 +162,11 @@ def test_any_answer_recovers_the_provider(breakers: Breakers, clock: Clock) -> N
     assert breakers.states()["p"] is BreakerState.CLOSED
 
 
-def test_refused_second_permit_returns_the_first(breakers: Breakers, clock: Clock) -> None:
+def test_probe_of_a_provider_and_a_model_excludes_probes_of_other_models(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     _fail(breakers, 5, PROVIDER, "other")
     clock.now += 30
-    assert _lease(breakers).is_probe, "the probe of both"
+    assert _lease(breakers).is_probe, "it is the probe of both breakers"
     assert isinstance(breakers.acquire("p", "other", 1e9), Refused)
 
 
@@ -222,7 +222,7 @@ def test_429_opens_breaker_for_its_retry_after(breakers: Breakers, clock: Clock)
 
 
 def test_503_with_retry_after_opens_only_its_model(breakers: Breakers, clock: Clock) -> None:
-    """The cloud got a new request at once. For the provider it counts as one failure."""
+    """The cloud gets no new request for this model before then. For the provider it counts as one failure."""
     _lease(breakers).settle(Failure(Scope.PROVIDER, 7.0, opens=True, pair_too=True), "maintenance")
     assert breakers.open_for("p", "m") == 7.0
     assert breakers.open_for("p", "other") is None
@@ -420,7 +420,7 @@ def test_expired_attempts_do_not_count_as_silent(breakers: Breakers, clock: Cloc
 
 
 def test_first_byte_is_a_success_of_the_service_but_not_of_the_model(breakers: Breakers, clock: Clock) -> None:
-    """While one request waited for its model to load, which may take minutes, all others were refused."""
+    """Otherwise all requests would be refused while one waits for its model to load, which may take minutes."""
     for provider in ("local", "cloud"):
         for _ in range(5):
             lease = breakers.acquire(provider, "m", 1e9)
@@ -484,7 +484,7 @@ def test_new_rule_applies_to_existing_breakers(breakers: Breakers) -> None:
 
 
 def test_new_window_length_clears_results(breakers: Breakers, clock: Clock) -> None:
-    """Results of a shorter window never left a longer one."""
+    """Otherwise results of the shorter window would never leave the longer one."""
     clock.now = 100_000.0
     breakers.set_rule(Rule(window=10.0))
     _fail(breakers, 4)
@@ -516,7 +516,6 @@ def test_each_transition_is_one_log_line(breakers: Breakers, clock: Clock, caplo
 
 
 def test_log_names_the_reason_for_opening(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Every reason was logged as consecutive failures."""
     for _ in range(10):
         _lease(breakers, "share").settle(Success())
         _lease(breakers, "share").settle(PAIR, "flaky")
@@ -532,7 +531,7 @@ def test_log_names_the_reason_for_opening(breakers: Breakers, clock: Clock, capl
 
 # --- streamed probes --------------------------------------------------------------------------------------------------
 def test_probe_closes_breaker_at_its_first_token(breakers: Breakers, clock: Clock) -> None:
-    """A streamed probe excluded all other requests until its end, which may be minutes away."""
+    """Otherwise a streamed probe would exclude all other requests until its end, which may be minutes away."""
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -545,8 +544,10 @@ def test_probe_closes_breaker_at_its_first_token(breakers: Breakers, clock: Cloc
     assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "a new epoch began"
 
 
-def test_cut_probe_undoes_the_recovery(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A cloud that cut every answer got five more requests after each open period."""
+def test_interrupted_answer_of_the_probe_undoes_the_recovery(
+    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a cloud that interrupts every answer would get five more requests after each open period."""
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -556,7 +557,7 @@ def test_cut_probe_undoes_the_recovery(breakers: Breakers, clock: Clock, caplog:
     assert "closed -> open for 30 s after the answer of its probe was cut: cut" in caplog.text
 
 
-def test_cut_probe_after_another_success_is_one_failure(breakers: Breakers, clock: Clock) -> None:
+def test_interrupted_answer_of_the_probe_is_one_failure_after_another_success(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -567,8 +568,10 @@ def test_cut_probe_after_another_success_is_one_failure(breakers: Breakers, cloc
     assert (entry["state"], entry["failures"], entry["last_failure"]) == ("closed", 1, "cut")
 
 
-def test_cut_probe_of_inference_service_is_one_failure(breakers: Breakers, clock: Clock) -> None:
-    """The model is loaded again at once, and the answer is resumed there."""
+def test_interrupted_answer_of_a_probe_of_the_inference_service_is_one_failure(
+    breakers: Breakers, clock: Clock
+) -> None:
+    """The service loads the model again at once, and the answer is resumed there."""
     for _ in range(5):
         _local(breakers).settle(PAIR, "it failed")
     clock.now += 30
@@ -665,7 +668,7 @@ def test_number_of_breakers_is_limited_and_open_ones_stay_longest(clock: Clock) 
 
 
 def test_breaker_with_running_attempt_is_not_removed(clock: Clock) -> None:
-    """It was created again, and the failure of the running attempt counted in the old one."""
+    """Otherwise it would be created again, and the failure of the running attempt would count in the removed one."""
     gauge = Gauge()
     breakers = Breakers(Rule(failures=1), clock, gauge, 10)
     running = _lease(breakers, "running")
@@ -708,8 +711,8 @@ def test_expired_skips_are_removed(breakers: Breakers, clock: Clock) -> None:
     assert breakers.skipped_for("p", "b") == 5.0
 
 
-def test_open_inference_service_is_retried_within_probe_pace() -> None:
-    """Probes may end its open period early, but not that of a model or of a cloud."""
+def test_open_breaker_of_the_inference_service_is_retried_within_the_interval_of_probes() -> None:
+    """Probes may end its open period early, but not the open period of a cloud."""
     breakers = Breakers(Rule(failures=1), Clock())
     for provider in ("local", "cloud"):
         lease = breakers.acquire(provider, "m", 1e9)

@@ -46,7 +46,7 @@ def test_next_deadline_depends_on_the_phase(phase: Phase, deadline: Deadline) ->
 
 
 def test_shorter_timeout_of_the_client_ends_the_wait_without_a_failure() -> None:
-    """The timeout until the first byte does not apply to the rest of the answer."""
+    """The client's timeout until the first byte does not apply to the rest of the answer."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert budget.commit_by == 5.0
     assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CLIENT)
@@ -54,15 +54,15 @@ def test_shorter_timeout_of_the_client_ends_the_wait_without_a_failure() -> None
     assert not budget.has_short_gap
 
 
-def test_wait_for_admission_counts_as_time_of_the_client() -> None:
+def test_wait_for_admission_is_subtracted_from_the_clients_timeouts() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 5.0, 5.0), started=1000.0, waited=4.0)
     assert (budget.commit_by, budget.commit_due) == (1001.0, Due.CLIENT)
     assert next_deadline(budget, Phase(1000, 1000, answered=True, last=True)) == Deadline(1005.0, Due.CLIENT)
     assert Budget(LIMITS, started=1000.0, waited=4.0).commit_by == 1300.0
 
 
-def test_client_of_a_whole_answer_waits_for_its_first_byte() -> None:
-    """The total deadline of the gateway ends with the first token: a long answer is not slow."""
+def test_timeout_of_the_client_applies_until_a_unary_answer_is_sent() -> None:
+    """The client gets the first byte at the end. The gateway's total deadline does not apply after the first token."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CLIENT)
     impatient = Budget(Limits(30, 0.5, 300, 120, 2, client_silence=5.0), started=0.0)
@@ -80,7 +80,7 @@ def test_unary_answer_ends_at_the_clients_longer_timeout() -> None:
 
 
 def test_gap_in_an_answer_is_at_most_the_clients_read_timeout() -> None:
-    """Half of the gap is kept for candidates that could resume; the client's limit is no failure."""
+    """Half of it is kept for candidates that could resume. The end of the client's timeout is not a failure."""
     budget = Budget(Limits(30, 15, 300, 120, 4, 10.0, 10.0), started=0.0)
     assert budget.has_short_gap
     assert next_deadline(budget, Phase(0, 400, answered=True)) == Deadline(405.0, Due.LOAD_WAIT)
@@ -92,7 +92,7 @@ def test_gap_in_an_answer_is_at_most_the_clients_read_timeout() -> None:
 
 
 def test_resume_has_its_own_time() -> None:
-    """As much time as the start had. The client's gap counts from its last byte until a stream is open."""
+    """As much as the first attempt. Until a stream is open, the client's timeout counts from the last byte it got."""
     limits = Limits(30, 15, 300, 120, 4, 10.0, 10.0)
     again = Budget(limits, 0.0, attempts=4).renewed(505.0, quiet_since=500.0)
     assert (again.commit_by, again.commit_due, again.attempts) == (805.0, Due.TOTAL, 4)
@@ -116,7 +116,7 @@ def test_short_timeout_of_the_client_is_shared_between_candidates() -> None:
 
 
 def test_keep_alives_do_not_extend_the_share_of_a_candidate() -> None:
-    """The next candidate keeps its half of the time."""
+    """The next candidate keeps half of the time."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 9, idle_since=0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CLIENT)
@@ -128,7 +128,7 @@ def test_keep_alives_do_not_shorten_the_inter_token_deadline() -> None:
     assert next_deadline(budget, phase) == Deadline(24.0, Due.SILENCE, kept_alive=True)
 
 
-def test_attempts_and_time_are_one_budget() -> None:
+def test_budget_limits_attempts_and_time() -> None:
     assert BUDGET.allows_attempt(1000.0)
     assert not BUDGET.allows_attempt(1300.0)
     assert BUDGET.spend().allows_attempt(1000.0)

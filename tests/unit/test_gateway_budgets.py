@@ -32,7 +32,7 @@ def test_budget_is_used_up_by_dollars_or_tokens_and_begins_again_with_the_month(
     assert budgets.spent("bob", NOW + 60) == Spent(1.0, 1)
 
 
-def test_key_without_a_budget_has_none() -> None:
+def test_key_without_a_budget_is_not_limited() -> None:
     assert not NO_BUDGET.is_any
     assert Budget(tokens=1).is_any
     assert Budgets().check("ann", NO_BUDGET, NOW) is None

@@ -25,7 +25,7 @@ from gateway.usage.capture import MAX_BYTES, CapturingWriter, kept_text, redacte
         ("write to ann@example.org", "write to [redacted]"),
     ],
 )
-def test_secrets_and_files_are_left_out(text: str, shown: str) -> None:
+def test_secrets_and_files_are_redacted(text: str, shown: str) -> None:
     assert redacted(text, [re.compile(r"[\w.]+@[\w.]+")]) == shown
 
 

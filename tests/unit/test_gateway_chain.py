@@ -59,7 +59,7 @@ def test_entries_expand_to_candidates_without_repetitions() -> None:
 
 
 def test_aliases_of_local_models_become_their_ids() -> None:
-    """The same name of a cloud is another model."""
+    """The same name at a cloud is another model."""
     aliases = {"nick": "demo"}
     found = expand(("local/nick", "openai/nick", "local/demo", "local/*"), "other", aliases)
     assert [candidate.name for candidate in found] == ["local/demo", "openai/nick", "local/other"]
@@ -168,7 +168,7 @@ def test_retry_after_has_a_default_for_each_reason() -> None:
     assert _none().retry_after is None
 
 
-def test_retry_after_is_that_of_a_lost_device() -> None:
+def test_retry_after_is_the_wait_for_a_lost_device() -> None:
     facts = Facts(fits=False, fit_reason="gpu-0 is lost (its connections were cut)", fit_in=6.4)
     (dropped,) = select([LOCAL], lambda _: facts, Requirements()).dropped
     assert (dropped.retry_in, dropped.message) == (6.4, "cannot fit now: gpu-0 is lost (its connections were cut)")
@@ -181,7 +181,7 @@ def test_permanent_reasons_are_not_retried() -> None:
     assert (error.status, error.retry_after, error.retryable) == (503, None, False)
 
 
-def test_time_out_is_a_504_unless_no_candidate_could_ever_answer() -> None:
+def test_timeout_gets_status_504_unless_no_candidate_could_ever_answer() -> None:
     error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
     assert (error.status, error.code, error.retryable) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
@@ -189,7 +189,7 @@ def test_time_out_is_a_504_unless_no_candidate_could_ever_answer() -> None:
     assert never.status == 503
 
 
-def test_missing_capability_of_all_candidates_is_a_400() -> None:
+def test_capability_that_all_candidates_lack_gets_status_400() -> None:
     missing = _none(CandidateOutcome(LOCAL, "capability_missing", "cannot do vision", None, Drop.CAPABILITY))
     assert isinstance(missing, RequestError)
     assert (missing.status, missing.param) == (400, "messages")
@@ -253,7 +253,7 @@ def test_parameter_that_no_candidate_supports_gets_the_first_providers_error() -
         (REQUEST, None, "The request exceeds the context window of every model ("),
     ],
 )
-def test_request_too_long_for_all_candidates_is_a_400_with_the_numbers(
+def test_request_too_long_for_all_candidates_gets_status_400_and_the_numbers(
     request_: InferenceRequest, details: Mapping[str, Any] | None, sentence: str
 ) -> None:
     """The largest context is named."""
@@ -265,7 +265,7 @@ def test_request_too_long_for_all_candidates_is_a_400_with_the_numbers(
     assert "local/a: it is too long" in error.message
 
 
-def test_full_queues_of_all_candidates_are_a_429() -> None:
+def test_full_queues_of_all_candidates_give_status_429() -> None:
     error = _none(
         CandidateOutcome(LOCAL, str(Code.QUEUE_FULL), "too many wait", 3.0),
         CandidateOutcome(MINI, "held", "held back", 5.0, Drop.HELD),
@@ -383,7 +383,7 @@ def test_passed_deadline_ends_the_request() -> None:
     assert not ran_out_of_time(Failure(Scope.PAIR), 0.0)
 
 
-def test_deferral_is_removed_when_the_attempt_starts() -> None:
+def test_started_candidate_stays_deferred_but_its_earlier_outcome_no_longer_counts() -> None:
     record = Record("id", 0.0, "/")
     outcomes = CandidateOutcomes(record)
     outcomes.defer(Dropped(LOCAL, Drop.TOO_SLOW, "slow", 3.0))

@@ -130,8 +130,8 @@ def test_documented_table_of_parameters_is_current() -> None:
     assert table[1].splitlines() == [_row(parameter) for parameter in PARAMETERS]
 
 
-def test_defaults_are_those_of_sampling() -> None:
-    """Each field of `Sampling` except the bias has a row."""
+def test_request_without_parameters_gets_the_defaults_of_sampling() -> None:
+    """Each field of `Sampling` except `logit_bias` declares a parameter with its default."""
     ours = Sampling()
     rows = {parameter.name: parameter.default for parameter in PARAMETERS if parameter.samples}
     assert rows == {field.name: getattr(ours, field.name) for field in fields(Sampling) if field.name != "logit_bias"}
@@ -241,7 +241,7 @@ def test_paths_in_documents_exist(document: Path) -> None:
     assert sorted(name for name in named if not name.startswith(RESULTS) and not [*ROOT.glob(name)]) == []
 
 
-def test_documents_named_in_configuration_and_units_exist() -> None:
+def test_documents_named_in_the_configuration_directory_exist() -> None:
     named = {
         name for path in (ROOT / "config").rglob("*") if path.is_file() for name in _NAMED.findall(path.read_text())
     }

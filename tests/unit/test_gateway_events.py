@@ -139,7 +139,7 @@ async def _polled_after_a_loss() -> list[bool]:
 
 
 def test_poll_after_the_loss_of_a_device_overrides_it() -> None:
-    """A lost event must not make a model unavailable for ever."""
+    """Otherwise a model would stay unavailable if the event of the device's recovery was missed."""
     assert virtual_time.run(_polled_after_a_loss()) == [True, False]
 
 
@@ -250,7 +250,7 @@ async def _return(service: Service) -> None:
     await asyncio.wait({task})
 
 
-def test_events_of_a_recovered_service_are_opened_at_once() -> None:
+def test_event_stream_of_a_recovered_service_is_opened_at_once() -> None:
     virtual_time.run(_return(Service()))
 
 
@@ -278,7 +278,7 @@ def test_failed_model_is_avoided_until_its_pause_is_nearly_over() -> None:
     status = ModelStatus("m", ModelState.FAILED, retry_after_seconds=8.0, reason="it aborted")
     assert likely_failure(status, {}, 0.0) == LikelyFailure("the model failed: it aborted", 8.0)
     assert likely_failure(status, {}, 5.0) == LikelyFailure("the model failed: it aborted", 3.0)
-    assert likely_failure(status, {}, 6.0) is None, "the service waits for the rest of it"
+    assert likely_failure(status, {}, 6.0) is None, "the service itself waits for the rest of the pause"
     assert likely_failure(ModelStatus("m", ModelState.FAILED), {}, 0.0) == LikelyFailure(
         "the model failed: no reason given", None
     )

@@ -24,7 +24,7 @@ from tests.rigs.stack import until
 
 
 class FakeNode:
-    """A node without a service. `age` is that of its last answer."""
+    """A node without a service. `view.age`: seconds since its last answer."""
 
     def __init__(self, name: str, member: Member = Member("", None)) -> None:  # noqa: B008 - it is immutable
         self.name, self.url, self.key = name, member.url, f"local@{name}"
@@ -91,7 +91,7 @@ def test_silent_node_that_is_listed_stays() -> None:
     assert fleet.sweep() == ((), ())
 
 
-def test_only_service_and_nodes_are_not_mixed() -> None:
+def test_single_service_is_replaced_by_listed_nodes() -> None:
     fleet = Fleet(make)
     fleet.use({ONLY: Member("1", "t")}, is_final=True)
     assert fleet.is_single
@@ -154,7 +154,7 @@ def test_view_is_complete_when_all_nodes_answer() -> None:
     assert (view_of().is_complete, view_of().reachable, view_of().was_seen) == (False, None, False)
 
 
-def test_failure_is_likely_when_each_node_has_one() -> None:
+def test_failure_of_a_model_is_likely_only_if_it_is_likely_on_every_node() -> None:
     a, b = FakeNode("a"), FakeNode("b")
     view = view_of(a, b)
     a.lists(status())
@@ -247,7 +247,7 @@ async def test_same_name_in_two_sources_is_reported(caplog: pytest.LogCaptureFix
         await asyncio.wait({task})
 
 
-async def test_odd_line_of_the_helper_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_invalid_line_of_the_helper_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     membership = Membership(settings("ray:"), helper=(sys.executable, "-c", "print('[]', flush=True); input()"))
     task = asyncio.create_task(membership.run(lambda: None))
     try:
@@ -257,7 +257,7 @@ async def test_odd_line_of_the_helper_ends_it(caplog: pytest.LogCaptureFixture) 
         await asyncio.wait({task})
 
 
-def test_series_of_a_node_end_with_it() -> None:
+def test_metrics_of_a_removed_node_are_removed() -> None:
     telemetry = Telemetry()
     for node in ("a", "b", ""):
         telemetry.attempts("local" if node else "cloud", node, "m", "success").inc()

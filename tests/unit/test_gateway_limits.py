@@ -22,7 +22,7 @@ def _entered(account: Account, limits: Limits, number: int, now: float) -> Accou
     return account
 
 
-def test_requests_of_a_minute_may_be_a_burst() -> None:
+def test_requests_of_a_minute_may_arrive_at_once() -> None:
     limits = Limits(requests_per_minute=2)
     account = _entered(_entered(FREE, limits, 1, 10.0), limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 20.0)
@@ -36,7 +36,9 @@ def test_concurrent_requests_are_limited() -> None:
     account = core.leave(_entered(FREE, limits, 1, 0.0), limits, 1, 0, 8.0)
     account = _entered(account, limits, 2, 10.0)
     account, refusal = core.enter(account, limits, 3, 13.0)
-    assert refusal == Refusal(LimitKind.CONCURRENT, 1, pytest.approx(5.0)), "the mean is 8 s, it has run for 3 s"
+    assert refusal == Refusal(LimitKind.CONCURRENT, 1, pytest.approx(5.0)), (
+        "a request takes 8 s, this one has run for 3 s"
+    )
     assert core.enter(core.leave(account, limits, 2, 0, 14.0), limits, 3, 14.0)[1] is None
 
 
@@ -162,7 +164,7 @@ def test_prompt_tokens_are_estimated_from_text_ids_and_images() -> None:
     arrivals=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 80), st.integers(0, 120)), max_size=40),
 )
 def test_limits_hold_in_each_interval_and_waits_are_exact(limit: int, arrivals: list[tuple[float, int, int]]) -> None:
-    """Requests: never more than `limit * (1 + t / 60)` in t seconds. Tokens: a start only while nothing is owed."""
+    """At most `limit * (1 + t / 60)` requests start in t seconds, and reserved tokens never exceed the limit."""
     limits = Limits(requests_per_minute=limit, tokens_per_minute=limit)
     account, now, starts = FREE, 0.0, []
     for number, (pause, wanted, taken) in enumerate(arrivals):

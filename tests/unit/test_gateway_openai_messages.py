@@ -1,4 +1,4 @@
-"""Messages of earlier answers in requests to OpenAI and Google: reasoning, names of results, cut arguments."""
+"""Messages of earlier answers in requests to OpenAI and Google: reasoning, names of results, incomplete arguments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_name_of_a_result_is_kept_for_google_and_dropped_for_openai() -> None:
     assert "name" not in sent(Flavor.OPENAI, calls, result)[1]
 
 
-def test_result_without_its_call_is_sent_unchanged() -> None:
+def test_result_without_its_call_is_refused_by_the_provider() -> None:
     result = {"role": "tool", "tool_call_id": "a", "content": "dark"}
     with pytest.raises(rules.RefusedError):
         sent(Flavor.GOOGLE, result)
@@ -94,7 +94,7 @@ def test_call_without_a_function_is_sent_without_it(flavor: Flavor) -> None:
     ],
 )
 def test_arguments_that_are_no_object_are_wrapped_for_google(written: str, read: dict[str, Any]) -> None:
-    """Agents send cut arguments back with the error of the failed call."""
+    """Agents send incomplete arguments back with the error of the failed call."""
     calls = {"role": "assistant", "content": None, "tool_calls": [call("a", "look", written)]}
     result = {"role": "tool", "tool_call_id": "a", "content": "no JSON"}
     (function,) = (message["function"] for message in sent(Flavor.GOOGLE, calls, result)[0]["tool_calls"])

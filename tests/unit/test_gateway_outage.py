@@ -39,7 +39,10 @@ ERRORS: Mapping[str, UpstreamError] = {
 
 @dataclass
 class Outage:
-    """A tier that fails as `how` says from `begins` to `ends`, and when requests reached it and were answered."""
+    """A tier that fails as `how` says from `begins` to `ends`.
+
+    `reached`: times of requests between `begins` and `ends`; `used`: times of successful requests.
+    """
 
     provider: str
     how: str
@@ -99,7 +102,7 @@ class Outage:
             raise ERRORS[self.how]
 
     async def user(self) -> bool:
-        """One request; whether it reached the tier."""
+        """Makes one request. Returns whether it reached the tier."""
         forced = self.provider == "local"  # a cloud has another tier behind it
         is_away = self.begins <= self.loop.time() < self.ends
         lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced)
@@ -124,7 +127,7 @@ class Outage:
         return True
 
     async def _cut(self, lease: Lease) -> None:
-        """An answer that is cut, or that stops after its first byte or after its first token."""
+        """An answer that is interrupted, or that stops after its first byte or after its first token."""
         since, activity = self.loop.time(), FakeActivity()
         activity.silent_seconds = lambda: self.loop.time() - since  # type: ignore[method-assign]
         lease.first_byte(activity)
@@ -196,7 +199,7 @@ def test_outage_of_cloud_costs_at_most_six_requests(how: str) -> None:
 
 @pytest.mark.parametrize(("thinks", "head_only", "stalled"), [(3.5, 6, 6), (6.0, 7, 6), (20.0, 12, 6)])
 def test_cloud_with_long_thinking_is_given_more_time(thinks: float, head_only: int, stalled: int) -> None:
-    """Silence before its first token counts only when it is longer than before."""
+    """Silence before the first token counts only if it is longer than in earlier answers of this cloud."""
     for how, most in (("head only", head_only), ("stalled", stalled)):
         seen = [len(virtual_time.run(_outage("cloud", how, offset / 2, thinks=thinks)).reached) for offset in range(8)]
         assert max(seen) == most
@@ -241,7 +244,7 @@ async def _any(provider: str, how: str, away: list[tuple[float, float]], at_once
     away=st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.1, 90.0)), min_size=1, max_size=4),
     at_once=st.sampled_from([1, 3]),
 )
-def test_random_outages_have_one_probe_at_a_time_and_end(
+def test_random_outages_have_one_probe_at_a_time_and_a_fast_recovery(
     provider: str, how: str, away: list[tuple[float, float]], at_once: int
 ) -> None:
     outage = virtual_time.run(_any(provider, how, away, at_once))

@@ -1,4 +1,4 @@
-"""The verdict on each kind of end."""
+"""The verdict on each end of an attempt."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def test_every_kind_and_end_has_a_verdict() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(401, True), (402, True), (403, True), (404, False), (429, False)])
-def test_verdicts_that_need_the_operator(status: int, expected: bool) -> None:
+def test_rejected_credentials_or_payment_need_the_operator(status: int, expected: bool) -> None:
     seen = Observation(Kind.STATUS, status)
     assert needs_operator(judge(seen), seen) is expected

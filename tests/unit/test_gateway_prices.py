@@ -28,10 +28,10 @@ def test_configured_prices_replace_list_prices_and_local_models_are_free(name: s
 def test_cached_prompt_tokens_have_their_own_price() -> None:
     assert cost(Price(2.0, 8.0, 0.5), 1_000_000, 500_000, 400_000) == pytest.approx(0.6 * 2 + 0.4 * 0.5 + 4.0)
     assert cost(Price(2.0, 8.0), 1_000_000, 0, 400_000) == pytest.approx(2.0)
-    assert cost(Price(2.0, 8.0, 0.5), 100, 0, 400) == pytest.approx(100 * 0.5 / 1e6), "more cached than there are"
+    assert cost(Price(2.0, 8.0, 0.5), 100, 0, 400) == pytest.approx(100 * 0.5 / 1e6), "more cached than prompt tokens"
 
 
-def test_list_prices_are_positive_and_cached_input_is_not_dearer() -> None:
+def test_input_prices_are_positive_and_cached_input_costs_no_more() -> None:
     for price in LIST_PRICES.values():
         assert price.input > 0
         assert price.output >= 0

@@ -1,4 +1,4 @@
-"""Probes of the inference service with real breakers, on a clock that the test moves."""
+"""Probes of the inference service with real breakers, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class World:
         self.now = end
 
     def attempt(self, verdict: Any = PROVIDER, model: str = "m", provider: str = "local") -> bool:
-        """One request; whether it reached the tier."""
+        """Makes one request. Returns whether it reached the tier."""
         lease = self.breakers.acquire(provider, model, self.now + 300)
         if isinstance(lease, Refused):
             return False
@@ -219,7 +219,7 @@ async def test_unknown_models_are_not_probed(world: World) -> None:
 
 
 async def test_model_is_probed_after_service_recovered(world: World) -> None:
-    """A recovered service waited for a request, which the breaker of the model refused for its whole period."""
+    """Otherwise the recovered service would wait for a request that the model's breaker refuses for its open period."""
     broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
     world.answers = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
     for _ in range(5):
@@ -362,7 +362,7 @@ def test_good_probe_waits_for_request_and_false_recovery_delays_next_probe() -> 
     assert fair.false_recoveries == 0
 
 
-def test_sign_of_recovery_skips_pace_but_not_minimum_period() -> None:
+def test_sign_of_recovery_skips_the_interval_but_not_the_minimum_period() -> None:
     watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
     assert probe_schedule.due_at(watch, OPEN) == 44.0
     assert probe_schedule.due_at(probe_schedule.due_now(watch), OPEN) == 0.5

@@ -84,7 +84,7 @@ def test_reasons_contain_the_numbers() -> None:
     )
 
 
-def test_token_estimate_is_low() -> None:
+def test_estimate_of_tokens_is_a_quarter_of_the_bytes() -> None:
     assert (about_tokens(0), about_tokens(7), about_tokens(4000)) == (0, 1, 1000)
 
 

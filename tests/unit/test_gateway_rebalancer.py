@@ -56,7 +56,9 @@ class Service:
 
 
 class _Leases(LocalLeases):
-    """Those of gateways whose store is lost while `is_shared` is false; `SharedLeases` renews the same ones."""
+    """The leases of gateways whose store is lost while `is_shared` is false. As with `SharedLeases`, a lease is renewed
+    only where it was acquired.
+    """
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool) -> None:
         super().__init__(clock, is_shared=True)
@@ -148,7 +150,7 @@ def test_loads_have_the_fence_of_the_lease_if_it_has_one() -> None:
 
 
 def test_further_copy_of_a_busy_model_evicts_nothing() -> None:
-    """Also if its node has become full since it planned."""
+    """Not even if the node has become full since its plan."""
 
     async def work() -> None:
         services = [Service("a", ModelState.BUSY, in_flight=8, queued=8), Service("b")]
@@ -160,7 +162,7 @@ def test_further_copy_of_a_busy_model_evicts_nothing() -> None:
     virtual_time.run(work())
 
 
-def test_node_without_room_is_not_asked_again_at_once() -> None:
+def test_node_without_room_gets_no_second_load_at_once() -> None:
     async def work() -> None:
         services = [Service("a", ModelState.READY), Service("b")]
         services[1].plan_of = None
@@ -184,7 +186,7 @@ def test_kept_copy_is_used_before_its_node_unloads_it() -> None:
     virtual_time.run(work())
 
 
-def test_work_goes_on_when_a_lost_store_is_back() -> None:
+def test_rebalancing_continues_when_a_lost_store_is_back() -> None:
     async def work() -> None:
         world = World(Service("a", ModelState.READY), Service("b"), replicas=2, is_shared=False)
         assert await world.after(60.0) == [0, 0]
@@ -220,7 +222,7 @@ def test_nothing_is_done_while_the_leases_are_not_shared() -> None:
     virtual_time.run(work())
 
 
-def test_another_gateway_goes_on_when_the_holder_ends() -> None:
+def test_another_gateway_takes_over_when_the_holder_of_the_lease_ends() -> None:
     async def work() -> None:
         world = World(Service("a", ModelState.READY), Service("b"), replicas=2, gateways=2)
         await asyncio.sleep(3.0)

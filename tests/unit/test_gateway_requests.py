@@ -279,7 +279,7 @@ def test_request_with_n_probs_is_not_resumable() -> None:
     assert not parse(Endpoint.CHAT, _chat(n_probs=1)).is_plain
 
 
-def test_number_of_values_is_limited() -> None:
+def test_number_of_values_in_a_body_is_limited() -> None:
     most = b"[" + b"1," * (MAX_VALUES - 2) + b"1]"
     check_count(most)
     with pytest.raises(RequestError, match=str(MAX_VALUES)):
@@ -293,7 +293,7 @@ def test_strings_do_not_count_as_values_or_nesting() -> None:
     assert parse_json(json.dumps({"a": text, "b": ["\\", '"']}).encode()) == {"a": text, "b": ["\\", '"']}
 
 
-def test_position_of_invalid_json_is_reported_for_small_bodies_only() -> None:
+def test_field_with_an_invalid_number_is_named_for_small_bodies_only() -> None:
     with pytest.raises(RequestError) as caught:
         parse_json(b'{"a": NaN, "b": "' + b"x" * 2**20 + b'"}')
     assert caught.value.param is None
@@ -359,7 +359,7 @@ def parsed(**fields: Any) -> InferenceRequest:
     ],
     ids=str,
 )
-def test_constraints_pass_unchanged_and_prevent_a_resume(fields: dict[str, Any]) -> None:
+def test_constraints_are_passed_on_unchanged_and_prevent_a_resume(fields: dict[str, Any]) -> None:
     """The second half of a JSON text is not valid JSON."""
     request = parsed(**fields)
     assert not request.is_plain
@@ -400,6 +400,6 @@ def test_tools_that_must_not_be_called_need_no_capability() -> None:
 
 
 @pytest.mark.parametrize("detail", get_args(get_type_hints(ImageURL)["detail"]))
-def test_details_of_images_of_the_official_client_are_accepted(detail: str) -> None:
+def test_every_image_detail_of_the_official_client_is_accepted(detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": detail}}
     assert parsed(messages=[{"role": "user", "content": [image]}]).needs == {"chat", "vision"}

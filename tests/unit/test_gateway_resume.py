@@ -1,4 +1,4 @@
-"""Resuming a cut answer: its candidates, the request for them, and joining the parts into one stream."""
+"""Resuming an interrupted answer: its candidates, their requests, and joining the parts into one stream."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def usage(prompt: int, completion: int) -> Data:
 
 
 def kept(*frames: Frame) -> SentAnswer:
-    """The answer `a` that a client has received in `frames`."""
+    """The answer with the id `a` that a client has received in `frames`."""
     found = SentAnswer()
     for frame in frames:
         found.note([Data(frame.payload.replace(b'"b"', b'"a"'), frame.kind) if isinstance(frame, Data) else frame])
@@ -118,7 +118,7 @@ def test_rejected_request_is_not_resumed() -> None:
     assert not is_resumable(Success())
 
 
-def test_resume_order_is_same_model_local_models_clouds() -> None:
+def test_resume_tries_local_models_before_clouds_and_the_interrupted_one_first_of_its_kind() -> None:
     assert resume_order(CHAIN, MINI, BROKE, "any", PARTIAL) == (MINI, DEMO, GPT, CLAUDE)
     assert resume_order(CHAIN, MINI, BROKE, "local", PARTIAL) == (MINI, DEMO)
     assert resume_order(CHAIN, CLAUDE, BROKE, "any", PARTIAL) == (DEMO, MINI, CLAUDE, GPT)
@@ -201,14 +201,14 @@ def test_cloud_restarts_after_reasoning_or_white_space(partial: PartialAnswer, p
 
 @pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
 def test_completion_is_continued_with_a_longer_prompt(prompt: Any, sent: str | None) -> None:
-    """Except a prompt of token ids, which are valid for one model only."""
+    """A prompt of token ids is not continued: they are valid for one model only."""
     plan = continuation(completion(prompt=prompt), PARTIAL, GPT, prefills=False)
     assert (plan and json_of(plan.body)["prompt"]) == sent
     assert plan is None or (plan.method, json_of(plan.body)["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
 def test_completion_is_continued_after_its_indentation() -> None:
-    """The prompt keeps white space; restarted, the answer would contain it twice."""
+    """White space stays in the prompt; after a restart the answer would contain it twice."""
     plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None
     assert (plan.method, json_of(plan.body)["prompt"]) == (ResumeMethod.PREFILL, "def f():\n    ")
@@ -224,7 +224,7 @@ def test_text_is_extracted_from_payloads() -> None:
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
     assert kept(chunk("word " * 8)).partial.tokens == 10
-    assert kept(chunk("水は川から水車へ流れる。")).partial.tokens == 12, "a character of Japanese is a token, about"
+    assert kept(chunk("水は川から水車へ流れる。")).partial.tokens == 12, "a Japanese character counts as one token"
     assert kept(chunk("Вода идёт к мельнице")).partial.tokens == 13
 
 
@@ -288,7 +288,7 @@ def test_restarted_answer_may_have_any_shape() -> None:
     ],
     ids=str,
 )
-def test_text_in_another_form_is_passed_on_and_ends_what_can_be_resumed(choice: dict[str, Any]) -> None:
+def test_text_in_another_form_is_passed_on_and_prevents_a_resume(choice: dict[str, Any]) -> None:
     """Some clouds stream contents as lists of parts."""
     frame = Data(orjson.dumps({"id": "b", "created": 2, "choices": [choice]}), DeltaKind.CONTENT)
     for how in ResumeMethod:
@@ -326,7 +326,7 @@ def test_signed_thinking_without_text_is_not_resumable(blocks: list[Any], behind
         (chunk("x" * (MAX_CHARACTERS + 1)), "too_long"),
     ],
 )
-def test_reason_against_resuming_depends_on_the_frame(frame: Data, reason: str) -> None:
+def test_frame_that_prevents_a_resume_gives_the_reason(frame: Data, reason: str) -> None:
     found = kept(chunk("x"), frame, chunk("y"))
     assert found.partial.is_empty
     assert (found.obstacle, found.has_begun) == (reason, True)
@@ -392,7 +392,7 @@ def test_restarted_answer_keeps_role_and_reasoning() -> None:
 
 
 def test_reasoning_about_the_continuation_is_removed() -> None:
-    """Reasoning of an answer without text yet is continued."""
+    """If the answer has no text yet, its reasoning is continued."""
     assert splice("one ", ResumeMethod.CONTINUE).join([chunk(reasoning_content="Let me see.")]) == []
     assert len(splice("", ResumeMethod.CONTINUE, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
 

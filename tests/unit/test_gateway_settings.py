@@ -166,7 +166,7 @@ def test_errors_have_line_and_advice(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_contradictions_are_errors(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_and_contradictory_settings_are_errors(tmp_path: Path, text: str, message: str) -> None:
     assert any(message in problem for problem in _problems(tmp_path, text)), _problems(tmp_path, text)
 
 

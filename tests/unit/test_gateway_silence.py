@@ -1,4 +1,4 @@
-"""Silent attempts: those that wait long at a stage and that no other attempt has passed."""
+"""Attempts are silent if they wait long at a stage and no later attempt has passed this stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _answer(detector: SilenceDetector, number: int, at: float, first: float = 0.
 
 
 def _sampled(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> SilenceDetector:
-    """A tier with enough answers that all samples are known."""
+    """A detector with the largest number of samples."""
     detector = SilenceDetector(is_model=is_model)
     for number in range(-MAX_SAMPLES, 0):
         _answer(detector, number, -100.0, first, later)
@@ -69,7 +69,7 @@ def test_attempts_that_wait_long_at_a_stage_are_silent(stage: str) -> None:
     STAGES[stage](detector, 1.0)
     assert detector.silent_attempts(0.9 + SILENT_SECONDS, ENOUGH) == 0
     assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
-    assert detector.silent_attempts(1.0 + SILENT_SECONDS, 2) == 2, "it counts no further"
+    assert detector.silent_attempts(1.0 + SILENT_SECONDS, 2) == 2, "counting stops at the given number"
     for number in range(ENOUGH):
         assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
         detector.ended(number, answered=False)
@@ -98,22 +98,22 @@ def test_first_byte_clears_attempts_that_wait_for_one() -> None:
     assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "later attempts still count"
     detector.started(50, 4.0, LOST)
     detector.ended(50, answered=True)
-    assert detector.silent_attempts(20.0, 1) == 0, "so does a unary answer"
+    assert detector.silent_attempts(20.0, 1) == 0, "a unary answer clears them too"
 
 
 def test_first_token_clears_attempts_that_wait_for_one() -> None:
     detector = _sampled()
     _get_byte(detector, 1.0, ENOUGH + 1)
-    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "other first bytes prove nothing"
+    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "first bytes of other attempts do not clear them"
     detector.first_token(ENOUGH, 2.0)
-    assert detector.silent_attempts(20.0, ENOUGH) == 1, "only the one that passed waits, at the next stage"
+    assert detector.silent_attempts(20.0, ENOUGH) == 1, "only the attempt that got its token waits, at the next stage"
 
 
 def test_whole_answer_clears_attempts_after_first_token() -> None:
     detector = _sampled()
     _get_token(detector, 1.0, ENOUGH + 1)
     detector.ended(ENOUGH, answered=False)
-    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "a cut answer does not"
+    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "an interrupted answer does not clear them"
     detector.ended(0, answered=True)
     assert detector.silent_attempts(20.0, 1) == 0
 
@@ -155,7 +155,7 @@ def test_allowed_silence_follows_earlier_attempts_per_stage(stage: str, first: f
         detector.clear()
         activities = STAGES[name](detector, 1.0)
         allowed = SILENCE_FACTOR * 12.0 if name == stage else SILENT_SECONDS
-        # attempts that got a token added samples of no detector, and only the last samples count
+        # first tokens add samples without silence, but older samples remain and the longest one counts
         assert detector.silent_attempts(0.9 + allowed, ENOUGH) == 0
         assert detector.silent_attempts(1.0 + allowed, ENOUGH) == ENOUGH
         activities[0].seconds = allowed - 0.1
@@ -177,7 +177,7 @@ def test_allowed_silence_uses_recent_samples() -> None:
     stages=st.lists(st.integers(0, 2), min_size=40, max_size=40),
 )
 def test_tier_with_regular_answers_is_never_silent(gaps: list[float], stages: list[int]) -> None:
-    """However many wait: a whole answer comes often enough."""
+    """Complete answers arrive often enough, however many other attempts wait."""
     detector, now = _sampled(), 0.0
     for number, gap in enumerate(gaps):
         detector.started(number, now, LOST)

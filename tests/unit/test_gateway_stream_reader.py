@@ -88,7 +88,7 @@ class Offering:
 
 @pytest.mark.parametrize("accepts", [True, False])
 async def test_each_frame_is_counted_once(accepts: bool) -> None:
-    """Also if the sink refuses it, so that it is read later."""
+    """Also a frame that the sink refuses and that is read later."""
     budget = Budget(Limits(1e3, 1e3, 1e6, 1e6, 2), asyncio.get_running_loop().time())
     provider, seen = Offering(), []
     call = typed_call(Endpoint.CHAT, "m", {}, "id")

@@ -68,7 +68,7 @@ def test_file_shrinks_to_its_bound_by_removing_the_oldest(file: UsageFile, tmp_p
     assert 0 < removed < 5000
     assert file.data_bytes() <= 2**20
     assert min(found[0] for found in file._db.execute("SELECT at FROM requests")) == AT + removed
-    assert file.shrink_to(0) == 5000 - removed, "an impossible bound ends"
+    assert file.shrink_to(0) == 5000 - removed, "a bound that cannot be met ends with an empty file"
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(file: UsageFile) -> None:
@@ -79,7 +79,7 @@ def test_a_batch_is_stored_whole_or_not_at_all(file: UsageFile) -> None:
     assert file.spent("2026-11")["ann"].tokens == 110
 
 
-def test_a_file_of_a_newer_version_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / NAME) as db:
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(HeadgateError, match=r"newer version of Headgate \(format 99"):
@@ -101,7 +101,7 @@ def test_a_file_of_an_older_version_gets_the_tables_that_it_lacks(tmp_path: Path
     file.close()
 
 
-def test_file_is_private(tmp_path: Path, file: UsageFile) -> None:
+def test_file_is_readable_by_its_owner_only(tmp_path: Path, file: UsageFile) -> None:
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
 
 
@@ -120,7 +120,7 @@ def test_keys_are_replaced_and_revoked_by_name(file: UsageFile, tmp_path: Path) 
 
 
 class _Writer:
-    """A writer that is flushed by hand."""
+    """A writer that the test flushes."""
 
     def __init__(self, directory: Path) -> None:
         self.keys: list[Sequence[StoredKey]] = []

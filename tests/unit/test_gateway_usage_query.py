@@ -22,7 +22,7 @@ NOW = 1_800_000_000.0
         ("tier", "1700000000", "1h", UsageQuery(("tier",), 1.7e9, NOW - 3600)),
     ],
 )
-def test_groups_and_times_are_read(by: str, since: str, until: str, query: UsageQuery) -> None:
+def test_groups_and_times_of_a_query_are_parsed(by: str, since: str, until: str, query: UsageQuery) -> None:
     assert usage_query(by, since, until, NOW) == query
 
 

@@ -23,7 +23,7 @@ from headgate.shared.asgi import (
 from inference.errors import InvalidRequestError, QueueFull
 
 SILENT = object()
-"""In place of a message: nothing more arrives."""
+"""Stands for a message that does not arrive."""
 
 
 class Client:
@@ -68,6 +68,7 @@ DISCONNECT = {"type": "http.disconnect"}
         (b"a/b", False),
         (b"", False),
         (b"a b", False),
+        (b".a", False),
         (b"a\n", False),
         (b"x" * 129, False),
     ],
@@ -83,7 +84,7 @@ def test_last_of_repeated_headers_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("value", "length"), [("12", 12), ("", None), ("-1", None), ("1" * 16, None), ("²", None)])
-def test_declared_length_is_a_plain_number(value: str, length: int | None) -> None:
+def test_declared_length_is_none_unless_the_header_is_a_plain_number(value: str, length: int | None) -> None:
     assert declared_length({"content-length": value}) == length
 
 
@@ -122,7 +123,7 @@ async def test_discarding_a_body_ends_at_each_limit() -> None:
     await asyncio.wait_for(discard_body(Client(SILENT, b"x").receive, 4, 0.01), 5)
 
 
-async def test_error_before_the_start_is_a_status_with_headers() -> None:
+async def test_error_before_the_response_starts_is_sent_with_its_status_and_headers() -> None:
     client = Client()
     await Response(client.send, "req-1").fail(QueueFull("full", retry_after=1.2))
     assert client.sent[0]["status"] == 429
@@ -133,14 +134,14 @@ async def test_error_before_the_start_is_a_status_with_headers() -> None:
     assert orjson.loads(client.body)["error"]["message"] == "full"
 
 
-async def test_error_that_a_retry_cannot_solve_has_should_retry_false() -> None:
+async def test_error_that_a_retry_cannot_solve_forbids_a_retry_in_its_headers() -> None:
     client = Client()
     await Response(client.send, "").fail(InvalidRequestError("wrong"))
     assert client.headers[b"x-should-retry"] == b"false"
     assert b"x-request-id" not in client.headers
 
 
-async def test_error_after_the_start_is_the_last_frame() -> None:
+async def test_error_after_the_response_started_is_the_last_frame() -> None:
     client = Client()
     response = Response(client.send, "req-1")
     await response.begin_stream()

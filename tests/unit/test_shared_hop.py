@@ -1,4 +1,4 @@
-"""HTTP client of the local hop: relayed pieces, ends and cuts, and reuse of connections."""
+"""HTTP client of the local hop: pieces, ends and interruptions of answers, and reuse of connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKED = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r
 
 @dataclass
 class Scripted:
-    """A server that sends the same response to each request and records them; `then_closes` the connection."""
+    """A server that sends the same response to each request, records them, and with `then_closes` then disconnects."""
 
     answer: bytes
     then_closes: bool = False
@@ -184,7 +184,7 @@ async def test_end_of_each_kind_of_body_is_detected(response: bytes, whole: byte
     [CHUNKED + b"3\r\none\r\n", CHUNKED + b"3\r\non", OK + b"content-length: 9\r\n\r\nshort"],
     ids=["between chunks", "within a chunk", "within a length"],
 )
-async def test_cut_answer_is_an_error_after_its_pieces(response: bytes) -> None:
+async def test_interrupted_answer_delivers_its_pieces_and_then_an_error(response: bytes) -> None:
     async with Scripted(response, then_closes=True).serving() as client:
         answer = await client.post("/", b"", {})
         received = Listener(answer)

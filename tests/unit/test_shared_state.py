@@ -49,13 +49,13 @@ def test_secret_readable_by_others_is_an_error_with_advice(tmp_path: Path) -> No
         state.secret("gateway.key")
 
 
-def test_error_of_an_impossible_state_directory_names_the_variable(tmp_path: Path) -> None:
+def test_error_of_a_state_directory_that_cannot_be_created_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HeadgateError, match="HEADGATE_STATE_DIR"):
         StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "file" / "below")})
 
 
-def test_second_authority_gets_an_error_with_the_first_one(tmp_path: Path) -> None:
+def test_second_inference_service_gets_an_error_that_names_the_first_one(tmp_path: Path) -> None:
     environ = {"HEADGATE_LOCK_DIR": str(tmp_path)}
     first = MachineLock.acquire(environ, {"pid": 4711, "url": "http://127.0.0.1:8085"})
     with pytest.raises(AlreadyRunningError, match=r"pid 4711, url http://127\.0\.0\.1:8085"):
@@ -165,7 +165,7 @@ def test_missing_and_binary_files_are_reported(tmp_path: Path) -> None:
         load(binary, _File, {})
 
 
-def test_secrets_come_from_the_environment(tmp_path: Path) -> None:
+def test_set_variable_is_inserted_and_an_unset_one_is_recognized(tmp_path: Path) -> None:
     path = _write(tmp_path, "api_key: ${env:SOME_KEY}\n")
     assert load(path, _File, {"SOME_KEY": "abc"}).api_key == "abc"
     assert unset_name(load(path, _File, {}).api_key) == "SOME_KEY"

@@ -1,4 +1,6 @@
-"""Direct writes to a connection of uvicorn: chunks between those of `send`, none before its start or after its end."""
+"""A `Wire` writes to a connection of uvicorn: between the chunks of `send`, not before the response begins or after it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ async def test_pieces_are_written_between_those_of_send() -> None:
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
         assert found is not None
-        assert wire.take(scope) is None, "a wire has one owner"
+        assert wire.take(scope) is None, "the wire was removed from the scope"
         frees.append(found.is_free)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         frees.append(found.is_free)
@@ -64,7 +66,7 @@ async def test_pieces_are_written_between_those_of_send() -> None:
 
 @pytest.mark.parametrize("last", [b"", b"two"])
 async def test_wire_writes_the_same_bytes_as_send(last: bytes) -> None:
-    """And the connection is reused."""
+    """The connection can be reused afterwards."""
     headers = [(b"content-type", b"text/plain"), (b"x-a", b"b")]
     lines = b"content-type: text/plain\r\nx-a: b\r\n"
 
@@ -182,6 +184,6 @@ async def test_wire_is_not_free_when_the_client_disconnected_or_does_not_read(le
         writer.transport.abort()
 
 
-async def test_other_servers_have_no_wire() -> None:
+async def test_scope_of_another_server_has_no_wire() -> None:
     assert wire.take({"type": "http"}) is None
     assert wire.take({"type": "http", "extensions": {"http.response.trailers": {}}}) is None
