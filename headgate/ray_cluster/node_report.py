@@ -38,9 +38,9 @@ class ServiceSettings:
 class NodeReport:
     """The state of the service of one node.
 
-    `url` is empty before the actor has reported. `restarts` is the number of restarts of the service's process.
-    `last_exit` and `detail` are texts for people. `epoch` is that of the service's last start; `pid` is None while no
-    process runs.
+    `url` is empty until the actor reports the address of its service. `epoch` is that of the service's last start.
+    `restarts` is the number of restarts of the service's process; `pid` is None while no process runs. `last_exit` and
+    `detail` are texts for people.
     """
 
     name: str

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 class Exit(IntEnum):
-    """Exit codes of every `headgate` command."""
+    """Exit codes of every `headgate` command and of the services. `docs/cli.md` explains them."""
 
     OK = 0
     FAILURE = 1

@@ -242,7 +242,7 @@ class _Connection(asyncio.Protocol):
         return not self.is_closed and self._loop.time() - self._idle_since <= idle_seconds
 
     def send(self, request: bytes) -> asyncio.Future[Answer]:
-        """Sends a request. The future gets the response or BrokenError. Who cancels it must close the connection.
+        """Sends a request. The future gets the response or BrokenError. After cancelling it the caller must `close`.
 
         Raises BrokenError when the connection has ended.
         """

@@ -18,7 +18,7 @@ _MAX_COMMAND_CHARS = 80
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A non-blocking socket that listens on `host` and `port` (0 for a free port). Children do not inherit it.
+    """A non-blocking socket that listens on `host` and `port` (0: a free port). Children do not inherit it.
 
     Raises PortInUseError that names the process on the port, and HeadgateError when the address cannot be used.
     """
@@ -97,7 +97,10 @@ def _listening_inodes(port: int) -> Iterator[str]:
 
 
 def connection_owner(port: int, peer_port: int) -> int | None:
-    """The id of the process that connects from `port` to `peer_port` by IPv4; None when /proc does not show it."""
+    """The id of the process at the end `port` of an IPv4 connection between local ports; `peer_port` is the other end.
+
+    None when /proc does not show it.
+    """
     inodes = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:

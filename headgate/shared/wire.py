@@ -121,7 +121,7 @@ class Wire:
 
     @property
     def is_free(self) -> bool:
-        """Whether `write` is possible: a chunked response has begun and is not complete, and the client is still there
+        """Whether `write` is possible: a chunked response has begun and is not complete, and the client is connected
         and reads fast enough.
         """
         cycle = self._cycle

@@ -43,7 +43,7 @@ ImageUrlText = Annotated[
     str,
     Meta(
         pattern=f"^(data:|https://.{{1,{MAX_URL_CHARS - len('https://')}}}$)",
-        extra=must("must be a data: URL with the image in base64, or an https: URL of at most 2048 characters"),
+        extra=must(f"must be a data: URL with the image, or an https: URL of at most {MAX_URL_CHARS} characters"),
     ),
 ]
 """A data: URL with the image, or an https: URL that the gateway may fetch. Providers get only data: URLs."""
