@@ -97,7 +97,7 @@ a cancelled probe returns its permit; a lost one expires
   unit/test_gateway_breakers.py test_lost_probe_expires
 five consecutive failures, or the ratio, open a breaker; half-open admits one probe
   unit/test_gateway_breakers.py test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe
-  unit/test_gateway_breakers.py test_share_of_failures_opens_breaker
+  unit/test_gateway_breakers.py test_high_share_of_failures_opens_breaker
 one transport failure of the inference service starts confirmation probes
   unit/test_gateway_prober.py test_failure_is_confirmed_every_quarter_second_until_an_answer
   unit/test_gateway_prober.py test_one_failure_and_four_probes_open_breaker_of_dead_service

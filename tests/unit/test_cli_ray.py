@@ -34,7 +34,7 @@ def test_without_ray_the_message_names_the_extra(
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.parametrize("command", [["headgate", "ray", "status", "--address"], ["headgate.ray_cluster.watch"]])
-def test_without_a_cluster_the_message_comes_at_once(command: list[str], tmp_path: Path) -> None:
+def test_missing_cluster_is_reported_at_once(command: list[str], tmp_path: Path) -> None:
     """Ray itself would try to connect for two minutes."""
     address = f"127.0.0.1:{free_port()}"
     stdin, other_end = os.pipe()  # an end of stdin would end the watch

@@ -350,7 +350,7 @@ ABSENT = "ps", "list", "show x", "load x", "unload x", "offload x", "move x gpu-
 
 
 @pytest.mark.parametrize("line", [*ABSENT, "devices", "breakers", "plan x"])
-def test_absent_service_gives_exit_code_3_its_address_and_advice(
+def test_absent_service_gives_exit_code_3_and_its_address_with_advice(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     port = str(free_port())

@@ -58,7 +58,7 @@ async def test_file_has_no_failure_messages(world: World) -> None:
     assert "secret" not in (world.root / NAME).read_text()
 
 
-async def test_old_open_period_is_not_restored(world: World) -> None:
+async def test_expired_open_period_is_not_restored(world: World) -> None:
     breakers, file = await world.gateway()
     _open(breakers, "m")
     await file.close()

@@ -195,7 +195,7 @@ def test_attempts_broken_by_one_event_count_once(breakers: Breakers, clock: Cloc
     assert breakers.breaker("p", "m").describe()["failures"] == 3
 
 
-def test_share_of_failures_opens_breaker(breakers: Breakers, clock: Clock) -> None:
+def test_high_share_of_failures_opens_breaker(breakers: Breakers, clock: Clock) -> None:
     for index in range(20):
         clock.now += 1
         _lease(breakers).settle(Success() if index % 2 else PAIR, "flaky")
@@ -236,7 +236,7 @@ def test_longer_retry_after_extends_open_period(breakers: Breakers) -> None:
     assert breakers.open_for("p", "m") == 90.0
 
 
-def test_full_queue_is_skipped_and_opens_no_breaker(breakers: Breakers, clock: Clock) -> None:
+def test_model_with_a_full_queue_is_skipped_without_an_open_breaker(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, 4.0, frozenset(("normal",))))
     assert breakers.skipped_for("p", "m") == 4.0
     clock.now += 4
@@ -351,7 +351,7 @@ def test_ramp_after_recovery_grows_with_successes_and_time(breakers: Breakers, c
     assert all(isinstance(breakers.acquire("p", "m", 1e9), Lease) for _ in range(100))
 
 
-def test_forced_attempt_passes_the_ramp(breakers: Breakers, clock: Clock) -> None:
+def test_forced_attempt_is_not_limited_by_the_ramp(breakers: Breakers, clock: Clock) -> None:
     _recovered(breakers, clock)
     leases = [breakers.acquire("p", "m", 1e9, forced=True) for _ in range(20)]
     assert all(isinstance(lease, Lease) for lease in leases)

@@ -44,7 +44,7 @@ def test_stream_is_kept_in_one_piece_so_that_a_divided_secret_is_found() -> None
     assert "error" not in kept
 
 
-def test_answer_that_ended_in_an_error_is_kept_with_it() -> None:
+def test_failed_answer_is_kept_with_its_error() -> None:
     writer = CapturingWriter(OpenAIWriter(include_usage=False))
     assert b"model_failed" in writer.end_with_error("model_failed", "no")
     assert json.loads(writer.answer()) == {"error": {"code": "model_failed", "message": "no"}}

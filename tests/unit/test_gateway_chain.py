@@ -176,7 +176,7 @@ def test_retry_after_is_the_wait_for_a_lost_device() -> None:
     assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
 
 
-def test_permanent_reasons_are_not_retried() -> None:
+def test_error_with_only_permanent_reasons_is_not_retryable() -> None:
     error = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY))
     assert (error.status, error.retry_after, error.retryable) == (503, None, False)
 
@@ -315,7 +315,7 @@ def _end(candidate: Candidate, verdict: Verdict, error: Exception = REJECTED, **
         (Failure(Scope.PROVIDER), Observation(UpstreamKind.CONNECT), "connect"),
     ],
 )
-def test_outcome_names_are_bounded(verdict: Verdict, observation: Observation, name: str) -> None:
+def test_outcome_name_is_one_of_a_fixed_set(verdict: Verdict, observation: Observation, name: str) -> None:
     assert outcome_name(verdict, observation) == name
 
 

@@ -172,7 +172,7 @@ def settings(*nodes: str, **more: Any) -> NodeSettings:
     return NodeSettings.model_validate({"nodes": nodes, **more})
 
 
-async def test_urls_and_names_are_members() -> None:
+async def test_urls_and_addresses_of_dns_names_are_members() -> None:
     membership = Membership(settings("http://gpu-1:8085", "b=https://gpu-2/", "dns:127.0.0.1:99"))
     assert not membership.is_complete
     await membership.first()

@@ -66,7 +66,7 @@ def test_listed_hosts_are_allowed(url: str, target: Target) -> None:
         ("https:///", "https URL with a host name"),
     ],
 )
-def test_other_addresses_are_rejected(url: str, message: str) -> None:
+def test_unlisted_hosts_and_malformed_urls_are_rejected(url: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         _target(url)
     assert (caught.value.status, caught.value.param) == (400, "messages[1].content[1].image_url.url")
@@ -111,7 +111,7 @@ def test_list_of_hosts_accepts_valid_entries_only(entry: str, is_one: bool) -> N
     assert is_host_entry(entry) is is_one
 
 
-def test_only_addresses_are_remote_images_and_their_number_is_limited() -> None:
+def test_only_https_urls_are_remote_images_and_their_number_is_limited() -> None:
     body = _body("data:image/png;base64,AA==", "https://mill.example/b")
     assert remote_images(body) == (Remote(1, 2, "https://mill.example/b"),)
     with pytest.raises(RequestError, match="at most 16") as caught:
@@ -137,6 +137,6 @@ def test_type_of_an_image_follows_from_its_first_bytes(content: bytes, kind: str
     assert core.data_url(Remote(0, 0, ""), content).startswith(f"data:image/{kind};base64,")
 
 
-def test_other_files_are_rejected() -> None:
+def test_file_that_is_no_supported_image_is_rejected() -> None:
     with pytest.raises(RequestError, match="not a PNG, JPEG, GIF or WebP"):
         core.data_url(Remote(0, 0, ""), b"<svg onload=...>")

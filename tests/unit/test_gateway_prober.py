@@ -296,7 +296,7 @@ async def test_outdated_probe_step_is_not_made(world: World) -> None:
     assert world.breakers.breaker("local").outstanding == 0
 
 
-async def test_probe_task_survives_a_defect(
+async def test_probes_continue_after_an_internal_error(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.breaker.prober.GRACE_SECONDS", 0.0)

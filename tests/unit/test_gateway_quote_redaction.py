@@ -20,7 +20,7 @@ def test_quotes_are_removed_and_the_rest_is_kept() -> None:
     assert without_quotes(message, _body(f"I say: {SECRET}.")) == left
 
 
-def test_short_common_text_is_kept() -> None:
+def test_text_shorter_than_a_quote_is_kept() -> None:
     assert without_quotes("the mill by accident is closed", _body(SECRET)) == "the mill by accident is closed"
     assert without_quotes(SECRET[: QUOTE_CHARS - 1], _body(SECRET)) == SECRET[: QUOTE_CHARS - 1]
 

@@ -175,7 +175,7 @@ def test_valid_request_is_unchanged(raw: bytes) -> None:
     assert request.size_bytes == len(raw)
 
 
-def test_request_has_its_needs_and_limits() -> None:
+def test_needs_and_limits_of_a_request_are_found() -> None:
     audio = {"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}}
     fields = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
     request = parse(Endpoint.CHAT, _chat(**fields, messages=[{"role": "user", "content": [IMAGE, audio]}]))
@@ -191,7 +191,7 @@ def test_request_has_its_needs_and_limits() -> None:
     assert not reranking.stream
 
 
-def test_misspelled_field_is_corrected() -> None:
+def test_misspelled_field_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(RequestError, match="did you mean `temperature`"):
         parse(Endpoint.CHAT, _chat(temprature=1))
 
@@ -205,7 +205,7 @@ def test_schemas_have_the_required_fields() -> None:
         assert described["additionalProperties"] is False
 
 
-def test_spoken_answer_needs_audio() -> None:
+def test_request_for_a_spoken_answer_needs_the_audio_capability() -> None:
     raw = b'{"model":"a","messages":[{"role":"user","content":"x"}],"modalities":["text","audio"],"audio":{}}'
     assert parse(Endpoint.CHAT, raw).needs == {"chat", "audio"}
 

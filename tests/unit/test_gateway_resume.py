@@ -118,7 +118,7 @@ def test_rejected_request_is_not_resumed() -> None:
     assert not is_resumable(Success())
 
 
-def test_resume_tries_local_models_before_clouds_and_the_interrupted_one_first_of_its_kind() -> None:
+def test_resume_order_is_local_models_then_clouds_each_with_the_interrupted_candidate_first() -> None:
     assert resume_order(CHAIN, MINI, BROKE, "any", PARTIAL) == (MINI, DEMO, GPT, CLAUDE)
     assert resume_order(CHAIN, MINI, BROKE, "local", PARTIAL) == (MINI, DEMO)
     assert resume_order(CHAIN, CLAUDE, BROKE, "any", PARTIAL) == (DEMO, MINI, CLAUDE, GPT)
@@ -207,7 +207,7 @@ def test_completion_is_continued_with_a_longer_prompt(prompt: Any, sent: str | N
     assert plan is None or (plan.method, json_of(plan.body)["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
-def test_completion_is_continued_after_its_indentation() -> None:
+def test_completion_of_white_space_is_continued_instead_of_restarted() -> None:
     """White space stays in the prompt; after a restart the answer would contain it twice."""
     plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None

@@ -187,7 +187,7 @@ def test_errors_in_variables_name_the_variable(tmp_path: Path) -> None:
     assert not any("SERVICE_HOST" in problem for problem in problems)
 
 
-def test_changes_name_settings_without_secrets(tmp_path: Path) -> None:
+def test_changed_settings_are_named_without_secrets(tmp_path: Path) -> None:
     old = _load(tmp_path, "port: 1\nproviders: {o: {kind: openai, api_key: secret-1}}")
     new = _load(tmp_path, "port: 2\nproviders: {o: {kind: openai, api_key: secret-2}}\nroutes: {a: {chain: [o/x]}}")
     expected = ["port: 1 -> 2", "providers.o.api_key: changed", "routes.*: removed", "routes.a: added"]

@@ -127,7 +127,7 @@ def test_expired_attempt_is_not_silent() -> None:
 
 
 @pytest.mark.parametrize("answers", range(MIN_SAMPLES + 1))
-def test_silence_after_first_byte_needs_samples(answers: int) -> None:
+def test_silence_after_first_byte_is_judged_only_with_enough_samples(answers: int) -> None:
     detector = SilenceDetector(is_model=True)
     for number in range(100, 100 + answers):
         _answer(detector, number, 0.0)

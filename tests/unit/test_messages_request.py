@@ -379,7 +379,7 @@ def test_rejection_names_the_message_and_the_block(messages: list[dict[str, Any]
     assert refused(*messages) == param
 
 
-def test_misspelled_field_is_corrected() -> None:
+def test_misspelled_field_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(RequestError, match="did you mean `temperature`"):
         parse(json.dumps(body(temprature=1)).encode())
 

@@ -110,7 +110,7 @@ async def test_body_that_does_not_arrive_in_time_is_rejected(total: float, silen
     assert caught.value.silent is silent
 
 
-async def test_disconnect_while_the_body_is_read_raises() -> None:
+async def test_disconnect_while_the_body_is_read_raises_an_error() -> None:
     with pytest.raises(ClientDisconnectedError):
         await read_body(Client(b"ab", DISCONNECT).receive, {}, 4, 1.0)
 
