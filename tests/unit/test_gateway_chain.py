@@ -383,7 +383,7 @@ def test_passed_deadline_ends_the_request() -> None:
     assert not ran_out_of_time(Failure(Scope.PAIR), 0.0)
 
 
-def test_started_candidate_stays_deferred_but_its_earlier_outcome_no_longer_counts() -> None:
+def test_started_candidate_stays_deferred_but_no_longer_counts_as_dropped() -> None:
     record = Record("id", 0.0, "/")
     outcomes = CandidateOutcomes(record)
     outcomes.defer(Dropped(LOCAL, Drop.TOO_SLOW, "slow", 3.0))
