@@ -71,7 +71,7 @@ CUT_SECONDS = 8.0
 """Streams end with an error frame after the drain; connections that are open this much later are closed."""
 HOT_PATHS = tuple(service_routes.BODIES)
 USE_PATHS = (*HOT_PATHS, "/memory/plan")
-"""Paths whose POST changes nothing for others, so that the token is enough."""
+"""Paths whose POST needs only the token: requests for answers, and the dry run of a load."""
 
 
 class Service:
@@ -169,7 +169,10 @@ class Service:
 async def serve(
     config: InferenceConfig, environ: Mapping[str, str], overrides: Mapping[str, Any], sock: socket.socket
 ) -> int:
-    """Runs the service on `sock` until SIGTERM or SIGINT; the exit status. Raises HeadgateError before it answers."""
+    """Runs the service on `sock` until SIGTERM, SIGINT or a reason to restart; returns the exit status.
+
+    Raises HeadgateError when the start fails.
+    """
     state = StateDir.from_env(environ)
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
     await asyncio.to_thread(orphans.end_orphans, state, os.environ)
@@ -282,7 +285,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
 
 
 def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any], tls: ServiceTls | None) -> None:
-    """Reads files, certificates and environment (`.env` with them) again; on any error the old configuration stays."""
+    """Reads models.yaml, environment (with `.env`) and certificates again. On any error the old ones stay in use."""
     try:
         fresh = settings.load(config_dir, load_environ(), overrides)
         problems = settings.check_devices(fresh, len(running.authority.inventory.accelerators()))
@@ -301,10 +304,10 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any], tl
 
 # --- access -----------------------------------------------------------------------------------------------------------
 class Guard:
-    """Checks the bearer token of requests. Open paths need none; requests that change something need the admin key.
+    """Checks the bearer token of requests. KEYLESS_PATHS need none; requests that change something need the admin key.
 
     Every method except GET and HEAD changes something, except on `use_paths`. Without an admin key the token is enough
-    for all requests. Other requests get status 401 or 403. Keys are compared in constant time.
+    for all requests. A refused request gets status 403 with the token, else 401. Keys are compared in constant time.
     """
 
     def __init__(self, app: App, token: str, admin_key: str | None = None, use_paths: Collection[str] = ()) -> None:

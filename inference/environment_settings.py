@@ -1,6 +1,6 @@
 """The INFERENCE_* settings of the service. Options of the command line override variables.
 
-Some of them are defaults for models in models.yaml.
+Some settings are defaults for models in models.yaml.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _empty_is_unset(value: Any) -> Any:
 
 
 def _experts(value: Any) -> Any:
-    """A word or a number of layers; variables of the environment are text."""
+    """A word or a number of layers, also as text, as in the environment; raises ValueError."""
     found = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
     is_number = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_LAYERS
     words = ("device", "host", "auto")
@@ -101,7 +101,7 @@ _OOM_WORDS = {"fail_fast": (), "reduce": ("cleanup", "reduce")}
 
 
 def _oom_policy(value: Any) -> Any:
-    """The steps of a list, of a text with commas, or of one word."""
+    """The steps in a list, in a text with commas, or in one word; raises ValueError."""
     if isinstance(value, str):
         words = tuple(word.strip() for word in value.split(","))
         value = _OOM_WORDS.get(words[0], words) if len(words) == 1 else words
@@ -355,8 +355,9 @@ class InferenceSettings(BaseSettings):
 def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: list[Problem]) -> InferenceSettings:
     """The settings from `environ` and `overrides`. Appends mistakes to `problems`.
 
-    An unknown name that resembles a setting is a problem. Other unknown names are ignored, because container
-    orchestrators set variables such as INFERENCE_SERVICE_HOST. An empty variable counts as unset.
+    With an invalid value the result has only defaults. An unknown name that resembles a setting or contains `__` is a
+    problem. Other unknown names are ignored, because container orchestrators set variables such as
+    INFERENCE_SERVICE_HOST. An empty variable counts as unset.
     """
     values: dict[str, Any] = {}
     known = {variable: variable.removeprefix(PREFIX).lower() for variable in environment_names()}

@@ -9,7 +9,7 @@ InferenceError
 │   ├── MemoryRefused               the device refused memory that the plan had allowed
 │   ├── QueueFull                   the queue of the model is full
 │   ├── ModelLoading                the model is still loading at the deadline
-│   ├── DeadlineExceeded            another wait reached the deadline
+│   ├── DeadlineExceeded            the deadline passed in another wait, as in the queue
 │   ├── ShuttingDown                the service drains
 │   └── BrokenBuild                 llama.cpp does not compute on this CPU
 └── ModelUnavailableError           the request failed while it was served
@@ -84,7 +84,7 @@ class ModelNotFound(InvalidRequestError):
 
 
 class PoisonRequest(InvalidRequestError):
-    """The request ended a worker that ran nothing else. `details` contains the end of its quarantine."""
+    """The request ended the worker each time it ran alone. `details` contains the seconds left of its quarantine."""
 
     code = Code.POISON_REQUEST
 
@@ -119,7 +119,11 @@ class Shortage:
 
 
 class MemoryLimitExceededError(RefusedError):
-    """The model does not fit; nothing was allocated. `fix` are settings with which it would fit."""
+    """The model does not fit; nothing was allocated.
+
+    `fix`: settings with which it would fit. `reason`: used without `shortages`. `undivided`: why several devices
+    cannot share the model. `lost`: which devices are unusable.
+    """
 
     code = Code.MEMORY_LIMIT_EXCEEDED
 

@@ -42,6 +42,6 @@ def fingerprint(path: Path, others: Iterable[str] = ()) -> Fingerprint:
 
 
 def changed(before: Fingerprint, now: Fingerprint) -> str:
-    """The paths whose stamps differ, for a message; empty when both are equal."""
+    """The paths in `now` whose stamps are new or differ, for a message; empty without any."""
     known = dict(before)
     return ", ".join(path for path, seen in now if known.get(path) != seen)

@@ -2,8 +2,8 @@
 
     estimate | tokenize | devices | checkpoint | trial | proof
                                   reads one JSON object from stdin, writes one to stdout, and exits
-    nvml                          writes one reading for each line on stdin until stdin ends, and NOTICE after an
-                                  event that changes the next reading
+    nvml                          writes one reading for each line on stdin, and NOTICE after an event that changes
+                                  the next reading, until stdin ends or a reading has no devices
 
 Libraries that can abort a process (llama.cpp, NVML, CUDA) are loaded only in helpers and workers. A helper ends with
 its parent.
@@ -35,7 +35,7 @@ JOBS = (*_RUNNERS, "nvml")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one job. Returns 0 after an answer, 2 for an unknown job."""
+    """Runs one job and ends the process with status 0. Returns 2 for an unknown job."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or arguments[0] not in JOBS:
         sys.stderr.write(f"usage: python -m inference.helper {'|'.join(JOBS)}\n")

@@ -16,9 +16,9 @@ DEFAULT_QUANTIZATION = "Q4_K_M"
 MAX_DEPTH = 4
 """Folders below the directory: ORGANIZATION/REPOSITORY/QUANTIZATION, and one more."""
 MAX_ENTRIES = 20_000
-"""Files and folders that are looked at, so that `/` as the directory does not delay the start."""
+"""Files and folders that are read, so that `/` as the directory does not delay the start."""
 MAX_FILES = 500
-"""Models in the directory that are listed although models.yaml has no entry for them."""
+"""Models in the directory, with and without an entry in models.yaml; further ones are ignored."""
 
 _SOURCE = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:(?P<file>(?:/[^/:]+)+\.gguf)|:(?P<quantization>[\w.-]+))?", re.ASCII
@@ -44,7 +44,7 @@ class HubSource:
 
     @classmethod
     def parse(cls, text: str) -> HubSource:
-        """Raises ValueError with the expected form."""
+        """The source in `text`. Raises ValueError with the expected form."""
         match = _SOURCE.fullmatch(text)
         if match is None or any(part in (".", "..") for part in re.split("[/:]", text)):
             raise ValueError(
@@ -76,7 +76,10 @@ class HubSource:
         return ModelFile(path, projectors[0] if len(projectors) == 1 else None)
 
     def choose(self, names: Sequence[str]) -> str:
-        """The first file of this model among the files of its repository. Raises ValueError with the choices."""
+        """The file of this source, or its first part, among those of its repository.
+
+        Raises ValueError with the choices.
+        """
         models = [name for name in names if name.lower().endswith(".gguf") and not is_projector(name)]
         models = sorted((name for name in models if _part(name) <= 1), key=lambda name: (len(name), name))
         if self.file is not None:
@@ -120,7 +123,8 @@ def model_name(file_name: str) -> str:
 def _gguf_files(directory: Path) -> Iterator[Path]:
     """GGUF files below `directory`, sorted within their folders.
 
-    Hidden and unreadable folders are skipped, and a link to a folder that contains the link.
+    Skipped are hidden and unreadable files and folders, names that cannot be printed, folders deeper than MAX_DEPTH,
+    and links to a folder that contains the link.
     """
     left = MAX_ENTRIES
     folders: list[tuple[Path, tuple[os.stat_result, ...]]] = [(directory, ())]
@@ -163,7 +167,7 @@ def _can_name_a_model(name: str) -> bool:
 def models_below(directory: Path) -> list[ModelFile]:
     """The models below `directory`: no projectors and no later parts of split files.
 
-    A projector is used for the models of its folder and of the subfolders, if the folder has only one projector.
+    A projector is used for the models of its folder, if that has only one, and of its direct subfolders without any.
     Projectors in `directory` itself are not used.
     """
     projectors: dict[Path, list[Path]] = {}

@@ -252,7 +252,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
+    """One model as `/v1/models`, `/events` and `ps` show it. Sizes are in bytes, times in seconds.
 
     `kv_cells`: KV cells that all requests share, None if each has its own. `experts`: where they are, as configured, or
     the number of layers whose experts are in host memory.
@@ -260,9 +260,9 @@ class ModelStatus:
     `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set during a backoff. `pid` is the
     worker process, if any. `headroom_bytes` is the learned part of the predicted bytes. `reduced` lists settings that
     differ from the configured ones because these do not fit (`fit`, `experts: auto`, `oom_policy`). `steps`: what was
-    done for that, in order, with `step` (fit, cleanup, reduce, cpu) and `settings`. `fallback`: it is
+    done to make it fit, in order, with `step` (fit, cleanup, reduce, cpu) and `settings`. `fallback`: the model is
     on the CPU although it is configured for accelerators (`oom_policy: cpu`). `load_seconds`: expected time until it
-    can take a request (0 if ready). `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time
+    can serve a request (0 if ready). `queue_seconds`: expected wait of a new request after that. `answer_seconds`: time
     between two answers under load. These and the prefill rate (which includes reused tokens) are recent measurements,
     None without any.
     `template_problem`: why a chat template of the loaded file is not used. `replicas`: each replica of a model that is
@@ -391,6 +391,6 @@ def device_frame(devices: str) -> bytes:
 
 
 def device_of(frame: bytes) -> str | None:
-    """The devices in such a comment, or None for any other."""
+    """The devices in a comment of `device_frame`, or None for any other."""
     match = _DEVICE.match(frame)
     return None if match is None else match[1].decode()

@@ -1,6 +1,7 @@
 """Reads models.yaml and the INFERENCE_* variables into one validated configuration.
 
-Precedence: command line, environment (and `.env`), file, default. INFERENCE_* are the defaults of models.
+Precedence for the service: command line, environment (and `.env`), default. Precedence for a model: its entry in the
+file, INFERENCE_*, default.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAX_REPLICAS = 64
 
 _REPLICAS = re.compile(r"\s*(\d{1,6})(?:\.\.(\d{1,6}))?\s*", re.ASCII)
 ReplicaRange = tuple[int, int]
-"""The least and the largest number of replicas."""
+"""The smallest and the largest number of replicas."""
 
 
 def parse_replicas(value: object) -> ReplicaRange:
@@ -61,7 +62,7 @@ Replicas = Annotated[ReplicaRange, BeforeValidator(parse_replicas, json_schema_i
 
 
 class ModelEntry(BaseModel):
-    """One model in models.yaml. None stands for the default from INFERENCE_*."""
+    """One model in models.yaml. None stands for the default from INFERENCE_*, where there is one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -190,7 +191,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """The configuration of the service. `names` maps each id and alias to the id of its model.
+    """The configuration of the service. `names` maps each id, alias and `NAME@NUMBER` to the id of a model or replica.
 
     Replicas of one entry are models of their own: NAME, NAME@2, NAME@3.
     """
@@ -283,7 +284,7 @@ def is_id(name: str) -> bool:
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
-    """Registers the id and aliases of a model. Yields a problem for each invalid or duplicate name."""
+    """Registers the id, aliases and replicas of a model. Yields a problem for each invalid or duplicate name."""
     for index, alias in enumerate((name, *entry.aliases)):
         key = f"models.{name}" if index == 0 else f"models.{name}.aliases"
         if not is_id(alias):
@@ -353,7 +354,7 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _kv_cells(entry: ModelEntry, settings: InferenceSettings) -> int | None:
-    """The pool of a model. The default does not apply to a model that has no more cells without it."""
+    """The pool of KV cells of a model, None without. The default is used only if it is less than the cells without."""
     if entry.kv_cells is not None or settings.kv_cells is None:
         return entry.kv_cells
     most = (entry.context_length or settings.context_length) * (entry.parallel or settings.parallel)
@@ -379,7 +380,10 @@ def pool_problem(kv_cells: int | None, context_length: int, parallel: int) -> st
 
 
 def resolve_path(source: str, models_dir: Path) -> tuple[ModelFile | None, str | None]:
-    """The files of a model source such as `bundled:demo` or a GGUF file, or a message why it is invalid."""
+    """The files of a model source (`bundled:NAME`, `hf:...` or a path), or a message why it is invalid.
+
+    Whether the file of a path exists is not checked.
+    """
     kind, separator, rest = source.partition(":")
     if separator and kind == "bundled":
         if rest not in BUNDLED:

@@ -4,7 +4,7 @@ One JSON object per line, in this order (`*`: any number of times):
 
     worker -> service   hello        the process runs and has no device context yet
     service -> worker   hold         for the warm pool only: read this file into memory and wait
-    worker -> service   held         done; or `failed`, then exit
+    worker -> service   held         the file is in memory; or `failed`, then exit
     service -> worker   grant        the model and its devices; the worker inherited the listening socket
     worker -> service   progress *   0.0 .. 1.0 while loading
     worker -> service   ready        allocated buffers and capabilities; or `failed`, then exit
@@ -12,7 +12,7 @@ One JSON object per line, in this order (`*`: any number of times):
     worker -> service   timings *    the times of a traced request that has ended
     worker -> service   kv_labels *  which labels of prompts its sequences have
     service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
-    worker -> service   offloaded    done
+    worker -> service   offloaded    the context is freed
     service -> worker   limit *      the number of concurrent sequences
     service -> worker   kv_budget *  the host memory for sequences without a slot
     service -> worker   forget *     drop retained prefixes
@@ -31,7 +31,7 @@ from typing import ClassVar, get_args
 import msgspec
 
 BEAT_SECONDS = 0.5
-"""Longest interval between heartbeats of a worker."""
+"""Interval between heartbeats of a worker."""
 
 LINK_FD_ENV = "HEADGATE_WORKER_LINK_FD"
 SOCKET_FD_ENV = "HEADGATE_WORKER_SOCKET_FD"
@@ -86,7 +86,7 @@ class KvTiers:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The model to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
+    """The model to load. Units: tokens for lengths and batches, bytes for memory.
 
     `reserved_bytes` is the reservation per device id. `context_length` is the maximum length of each of `parallel`
     sequences. They share a pool of `kv_cells` KV cells; None gives each sequence its own `context_length` cells.
@@ -209,8 +209,7 @@ class Failed:
 
 @dataclass(slots=True)
 class KvCounts:
-    """Stored sequences of a worker. The counters start with the process. Only a store changes its own; messages are
-    copies.
+    """Stored sequences of a worker, and counters. Only its store changes an instance; messages contain copies.
 
     `hot_sequences`: sequences in slots, running or retained.
     `hits_hot`, `hits_ram`, `hits_disk`, `misses`: prompts that were continued from a slot, from host memory, from disk,
@@ -247,8 +246,8 @@ class KvCounts:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat. `step_seconds` is the time of the running step so far, None between steps; `step_tokens` is its batch
-    size. The counters start when the worker becomes ready.
+    """The worker is alive. `step_seconds` is the time of the running step so far, None between steps; `step_tokens` is
+    its batch size. The counters start when the worker becomes ready.
     """
 
     tag: ClassVar[str] = "beat"
@@ -267,9 +266,9 @@ class Heartbeat:
     decode_tokens_per_second: float | None = None
     """Recent rate of steps with one token of one sequence; None before the first."""
     proposed_tokens: int = 0
-    """Tokens that were computed as guesses of the next ones of an answer."""
+    """Tokens that were computed as guesses of the next tokens of an answer."""
     accepted_tokens: int = 0
-    """Generated tokens among them."""
+    """Proposed tokens that became tokens of the answer."""
     kv: KvCounts = field(default_factory=KvCounts)
 
 

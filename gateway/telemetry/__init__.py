@@ -1,1 +1,1 @@
-"""Prometheus metrics."""
+"""Prometheus metrics, counters for the dashboard, and removal of prompts from error messages."""

@@ -99,21 +99,24 @@ class Telemetry:
         )
 
     def set_breakers(self, states: Mapping[tuple[str, str], BreakerState]) -> None:
-        """Sets the states of all breakers, by provider's key and model."""
+        """Replaces the states of all breakers. `states` is by provider's key and model."""
         self.breaker_state.clear()
         for (key, model), state in states.items():
             self.breaker_state.labels(*split_key(key), model).set(int(state))
 
     def forget_node(self, node: str) -> None:
-        """Removes the series of a node that has left: the names of nodes of a DNS name are addresses of pods."""
+        """Removes the series of a node that has left. Names of nodes may be addresses, which change often."""
         self.node_up.remove_by_labels({"node": node})
-        if node:  # else the label is that of clouds, too
+        if node:  # attempts at clouds have an empty label, too
             self._attempts.remove_by_labels({"node": node})
             self.attempts.cache_clear()
             self.probes.remove_by_labels({"node": node})
 
     def watch_shared_state(self) -> tuple[Callable[[bool, int], None], Callable[[str], None]]:
-        """Adds the metrics of the shared state; returns what sets the first two, and what counts an error."""
+        """Adds the metrics of the shared state. Returns two functions.
+
+        The first sets whether the store answers and the number of gateways, the second counts a failed operation.
+        """
         up = Gauge("gateway_shared_state_up", "Whether the store of the shared state answers", registry=self.registry)
         gateways = Gauge(
             "gateway_fleet_gateways", "Live gateways; the last known number without the store", registry=self.registry

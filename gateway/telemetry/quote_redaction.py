@@ -11,9 +11,9 @@ from typing import Any
 from headgate.shared.bodies.body_decoder import Body, as_json
 
 QUOTE_CHARS = 16
-"""A common substring of this length counts as a quote."""
+"""A common substring of at least this length counts as a quote."""
 MAX_CHARS = 2**18
-"""For a longer request the whole message is withheld."""
+"""Characters of all strings of a request. With more of them the whole message is withheld."""
 
 LEFT_OUT = "[...]"
 WITHHELD = "[error message of a long request removed]"
@@ -24,7 +24,10 @@ them."""
 
 
 def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:
-    """`text` with LEFT_OUT in place of parts of strings in `body`, except the model's name."""
+    """`text` with LEFT_OUT in place of quotes of strings in `body`, except the model's name.
+
+    WITHHELD if the strings have more than MAX_CHARS. A text shorter than QUOTE_CHARS stays as it is.
+    """
     if len(text) < QUOTE_CHARS:
         return text
     texts = _texts(as_json(body) if isinstance(body, Body) else body)

@@ -11,7 +11,7 @@ from typing import Any
 MINUTES = 60
 """Minutes that are kept."""
 MAX_TIMES = 1000
-"""Times to the first token that are kept of one minute, and of one model."""
+"""Times to the first token that are kept: the first ones of a minute, and the last ones of a model."""
 MAX_MODELS = 200
 """Models whose times are kept; the one without a request for longest is dropped."""
 RECENT_SECONDS = 300.0
@@ -124,7 +124,7 @@ def _start(now: float) -> int:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value below which `share` of `values` are (nearest rank), rounded to milliseconds; None of no values."""
+    """The smallest value with `share` of `values` at or below it, rounded to 3 decimals; None without values."""
     if not values:
         return None
     return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 3)

@@ -40,7 +40,7 @@ class SignedIn(NamedTuple):
 
 
 class Dashboard:
-    """Created before the runtime starts, which it observes."""
+    """Observes `runtime`, so it must be created before the runtime starts."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -70,7 +70,7 @@ class Dashboard:
                 self.feed.lines.add({**line, "text": f"{node}: {line['text']}"} if node else line)
             elif (entry := self._timeline.note_event(node, kind, data, time.time())) is not None:
                 self.feed.add_entry(entry)
-        except (KeyError, TypeError, ValueError) as error:  # it must not end the stream, which requests depend on
+        except (KeyError, TypeError, ValueError) as error:  # must not end the stream, on which requests depend
             log.warning("an event %s of the inference service is not shown: %r", kind, error)
 
     def on_reachable(self, node: str, is_reachable: bool) -> None:
@@ -121,7 +121,7 @@ class Dashboard:
     def signed_in(self, exchange: Exchange, *, scope: Scope = "use", changes: bool = False) -> SignedIn:
         """The session of a request whose key has `scope`; raises RequestError (401, 403).
 
-        A request that `changes` something must have the session's CSRF token and come from the page itself.
+        A request that `changes` something must have the session's CSRF token, and no Origin of another host.
         """
         token = cookie_value(exchange.headers.get("cookie", ""), COOKIE)
         found = self._find(token)
@@ -135,7 +135,8 @@ class Dashboard:
                 )
         if scope not in found.key.scopes:
             raise RequestError(
-                Code.PERMISSION_DENIED, f"the key {found.key.name!r} lacks the scope `{scope}`; sign in with another"
+                Code.PERMISSION_DENIED,
+                f"the key {found.key.name!r} lacks the scope `{scope}`; sign in with another key",
             )
         return found
 
@@ -145,7 +146,7 @@ class Dashboard:
         return found.key, found.tenant
 
     def is_valid(self, signed: SignedIn) -> bool:
-        """Whether a session and the scopes of its key are still the same."""
+        """Whether the session still exists, and its key still has the same scopes. Counts as a use of the session."""
         found = self._find(signed.token)
         return found is not None and found.key.scopes == signed.key.scopes
 

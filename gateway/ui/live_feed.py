@@ -28,12 +28,13 @@ log = logging.getLogger("gateway.ui.live_feed")
 
 TICK_SECONDS = 0.25
 SLOW_TICKS = 4
-"""Everything but requests and states of models is compared once in SLOW_TICKS ticks, which is once a second."""
+"""The load of the gateway, the running minute, breakers, and figures of models are compared once in SLOW_TICKS ticks:
+once a second."""
 BEAT_SECONDS = 5.0
 RETRY_MILLISECONDS = 1000
-"""Pause of a browser before it opens a stream again that has ended."""
+"""Pause of a client that reopens a stream by itself. The page closes a broken stream and has pauses of its own."""
 MAX_WAITING = 500
-"""Events that wait for one page."""
+"""Events that may wait for one page. With more of them they are dropped, and the page gets a new snapshot."""
 MAX_PAGES = 50
 MAX_ENTRIES = 500
 MAX_LINES = 200
@@ -77,9 +78,9 @@ class LiveFeed:
         """By name of the node, while a page is open."""
         self._requests = ShownRequests()
         self._models: dict[tuple[str, str], dict[str, Any]] = {}
-        """The MODEL record of each model of each node."""
+        """The `Model` record (see `types.js`) of each model of each node."""
         self._shown: dict[tuple[str, str], Any] = {}
-        """What the pages have of records that exist once per gateway or node, by kind of event and name of the node."""
+        """The last data of events that exist once per gateway or node, by kind of event and name of the node."""
         self._breakers: dict[str, dict[str, Any]] = {}
         self._load = (0, 0)
         """Running and queued requests."""
@@ -98,7 +99,7 @@ class LiveFeed:
         self._publish("timeline", {"entry": entry})
 
     async def listen(self, viewer: Viewer, is_valid: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """The events of one page, until `is_valid` is false or the gateway stops."""
+        """The events of one page as SSE frames, until `is_valid` is false or the gateway stops."""
         page = _Page(viewer)
         self._join(page)
         try:
@@ -125,7 +126,7 @@ class LiveFeed:
             self._leave(page)
 
     def model(self, node: str, status: Mapping[str, Any]) -> dict[str, Any]:
-        """The MODEL record of a model of a node from its object in `/v1/models`."""
+        """The `Model` record of a model of a node, from `status`, its object in `/v1/models`."""
         name, now = status["id"], time.time()
         figures: Mapping[str, Any] = {}
         rate = None
@@ -324,7 +325,7 @@ def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class NodeFigures:
-    """A second event stream of a node, with its figures. `on_devices` is called with each new state of its devices."""
+    """A second event stream of a node, with its figures. Each event calls `on_devices` with its name and devices."""
 
     def __init__(self, node: Node, on_devices: Callable[[str, list[dict[str, Any]]], None]) -> None:
         self.node = node
@@ -343,7 +344,7 @@ class NodeFigures:
 
     @property
     def devices(self) -> list[dict[str, Any]]:
-        """The DEVICE records, with the name of the node where there are several."""
+        """The `Device` records (see `types.js`), with the name of the node where there are several."""
         name = self.node.name
         return [{**device, "node": name} for device in self.live.devices] if name else self.live.devices
 
@@ -367,12 +368,12 @@ class LogLines(logging.Handler):
         """Number of lines so far."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps one line; called by any thread."""
-        with contextlib.suppress(Exception):  # a line that cannot be formatted is in the log
+        """Keeps one line of this process; called by any thread."""
+        with contextlib.suppress(Exception):  # other handlers report a line that cannot be formatted
             self.add(line_of(record))
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keeps one line of the inference service."""
+        """Keeps one line, in the form of `line_of`."""
         self._lines.append(line)
         self.total += 1
 

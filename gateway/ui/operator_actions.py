@@ -17,13 +17,16 @@ from inference.protocol import Code, ModelStatus
 ACTION_SECONDS = 600.0
 """Time limit of an action: a large model may load for minutes."""
 QUICK_SECONDS = 30.0
-"""Time limit of a dry run, which may have to read the model's file first."""
+"""Time limit for a dry run, which may have to read the model's file first, and for reading the devices."""
 VIEW_SECONDS = 1.0
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 async def plan(runtime: Runtime, node: Node, model: str, action: str, device: str | None) -> dict[str, Any]:
-    """What `action` would do; raises GatewayError."""
+    """What `action` would do, as the page shows it; `plan` is the answer of `/memory/plan` to a load, else None.
+
+    Raises GatewayError.
+    """
     name, status = await _known(node, model)
     wanted = _action(action)
     answer: dict[str, Any] | None = None
@@ -112,7 +115,7 @@ async def _post(runtime: Runtime, node: Node, path: str, body: dict[str, Any] | 
 
 
 def _passed_on(error: UpstreamError) -> GatewayError:
-    """The error of the inference service for the page."""
+    """The error for the page: that of the inference service if it sent one."""
     if error.status is not None:
         return PassedOnError(error, error.status, error.param)
     if error.kind is UpstreamKind.TIMEOUT:

@@ -1,4 +1,4 @@
-"""The records that the page shows, made from those of the gateway and the inference service, and which have changed."""
+"""The records that the page shows (types in `static/core/types.js`), and which of them have changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inference.protocol import ModelState
 RATE_SECONDS = 5.0
 """Period over which the tokens per second of a model are measured."""
 MAX_FINISHED = 200
-"""Finished requests that a page gets at first."""
+"""Finished requests that a page gets in its first snapshot, at most."""
 MAX_NEW = 100
-"""Requests that began and ended between two updates of the pages; those before them are not sent."""
+"""Of more requests that began and ended between two updates of the pages, only the last ones are sent."""
 
 
 _LOADING = (ModelState.LOADING, ModelState.RESTORING)
@@ -24,7 +24,7 @@ _AWAY = (ModelState.COLD, ModelState.WARM, ModelState.FAILED)
 
 # --- figures of the inference service --------------------------------------------------------------------------------
 class LiveFigures:
-    """The last figures of the inference service. Times are seconds of any clock."""
+    """The last figures of one inference service. Times are seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self.devices: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class LiveFigures:
         return self._models.get(model, {})
 
     def tokens_per_second(self, model: str, now: float) -> float | None:
-        """The rate of all sequences of a model together; None for a model without figures."""
+        """The rate of all sequences of a model together over RATE_SECONDS; None for a model without figures."""
         known = self._totals.get(model)
         if not known:
             return None
@@ -70,7 +70,10 @@ def model_json(
     times: tuple[float | None, float | None],
     now_unix: float,
 ) -> dict[str, Any]:
-    """The MODEL record of a model from its object in `/v1/models`. The figures may be older than the status."""
+    """The `Model` record of a model. `status` is its object in `/v1/models`; `figures` may be older.
+
+    `rate` is in tokens per second, `times` are its median and 99th percentile of the time to first token.
+    """
     state = status["headgate"]["state"]
     deadline = figures.get("idle_deadline") if state == ModelState.READY else None
     in_flight = figures.get("in_flight", status["headgate"]["in_flight"])
@@ -111,7 +114,7 @@ def _steady(model: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- requests --------------------------------------------------------------------------------------------------------
 def request_json(record: Record) -> dict[str, Any]:
-    """The REQUEST record."""
+    """The `RequestRow` record."""
     done, total = record.progress or (None, None)
     is_running = record.phase != "done"
     return {
@@ -152,7 +155,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 Mark = tuple[object, ...]
-"""What a page shows of a running request."""
+"""The values of a running request whose changes are sent; `_DONE` for a finished one."""
 
 
 class ShownRequests:
@@ -164,8 +167,8 @@ class ShownRequests:
     def changed(self, records: Iterable[Record]) -> list[Record]:
         """The records that are new or have changed since the last call, oldest first.
 
-        Of those that began and ended since then the last MAX_NEW. A running request is followed to its end even when
-        it is no longer among `records`.
+        Of the requests that began and ended since then, only the last MAX_NEW are returned. A running request is
+        followed to its end even when it is no longer among `records`.
         """
         before, self._marks = self._marks, {}
         running = [record for record, mark in before.values() if mark is not _DONE]
@@ -198,7 +201,7 @@ def _mark(record: Record) -> Mark:
 
 
 def first_requests(records: Iterable[Record], key: str | None) -> list[dict[str, Any]]:
-    """All running and the last finished requests, oldest first; only those of `key` unless it is None."""
+    """All running and the last MAX_FINISHED finished requests, oldest first; those of `key` only unless it is None."""
     found = sorted((record for record in records if key in (None, record.key)), key=_started)
     finished = [record for record in found if record.phase == "done"][-MAX_FINISHED:]
     oldest = finished[0].started if len(finished) == MAX_FINISHED else float("-inf")

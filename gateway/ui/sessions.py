@@ -8,14 +8,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 IDLE_SECONDS = 12 * 3600.0
-"""A session ends after this time without a request."""
+"""A session ends after this time without a request and without an open event stream."""
 MAX_SESSIONS = 1000
-"""If there are more, the session whose last request was longest ago ends."""
+"""If there are more, the session that was unused for longest ends."""
 
 FREE_FAILURES = 5
 """Failed sign-ins of an address before its attempts are limited."""
 PAUSE_SECONDS = 1.0
-"""Time between two attempts after that."""
+"""Pause after each further failed sign-in."""
 FORGET_SECONDS = 900.0
 """The failures of an address are forgotten after this time without another one."""
 MAX_ADDRESSES = 1000
@@ -23,7 +23,7 @@ MAX_ADDRESSES = 1000
 
 @dataclass(slots=True)
 class Session:
-    """One signed-in page: the digest of its key, the token against forged requests, and the time of its last use."""
+    """One sign-in: the digest of its key, the CSRF token, and when it was last used (monotonic seconds)."""
 
     key_digest: bytes
     csrf: str
@@ -47,7 +47,7 @@ class Sessions:
         return session
 
     def find(self, token: str, now: float) -> Session | None:
-        """The session of `token`, which is in use now; None when there is none."""
+        """The session of `token`, None when there is none. Counts as a use of it."""
         name = _hash(token)
         session = self._sessions.get(name)
         if session is None:
@@ -83,7 +83,7 @@ def cookie_value(header: str, name: str) -> str:
 
 
 def is_same_origin(origin: str | None, host: str) -> bool:
-    """Whether a request comes from a page of this host. Clients other than browsers send no Origin."""
+    """Whether a request comes from a page of this host, or has no Origin, as from clients that are not browsers."""
     if origin is None:
         return True
     scheme, separator, place = origin.partition("://")
@@ -91,7 +91,7 @@ def is_same_origin(origin: str | None, host: str) -> bool:
 
 
 class SignInLimit:
-    """Limits attempts by addresses with failed sign-ins."""
+    """Limits the sign-ins of an address after failed ones. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()

@@ -69,7 +69,7 @@ class Timeline:
         return None
 
     def note_reachable(self, node: str, is_reachable: bool, now: float) -> Entry | None:
-        """The entry for a change of the connection to a node."""
+        """The entry for a change of the connection to a node; None without a change."""
         if is_reachable is (node not in self._unreachable):
             return None
         name = f"The node {node}" if node else "The inference service"
@@ -80,7 +80,7 @@ class Timeline:
         return _entry(now, "state", node or SERVICE, f"{name} does not answer", "error")
 
     def note_breaker(self, name: str, state: str | None, reason: str | None, now: float) -> Entry | None:
-        """The entry for a new state of a breaker; `state` is None when the breaker was removed."""
+        """The entry for a new state of a breaker, None without a change. `state` None: the breaker was removed."""
         if state is None:
             self._breakers.pop(name, None)
             return None
@@ -98,7 +98,7 @@ class Timeline:
             return None
         self._states[key] = (state, now)
         if state in _PASSING or (state in _SERVING and before in _SERVING):
-            return None  # each request changes between the two of the latter
+            return None  # requests change the state between READY and BUSY
         if state is _S.COLD and before is _S.UNLOADING:
             return None  # the eviction has an entry
         places = " and ".join(status.get("devices") or ())

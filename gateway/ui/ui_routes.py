@@ -58,14 +58,14 @@ class PlanBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ActionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an action: the device of a move, and the node where there are several."""
+    """The body of an action or a recovery: the device of a move, and the node where there are several."""
 
     device: str | None = None
     node: str = ""
 
 
 class PageFiles(StaticFiles):
-    """Files with ETags of their content. Builds may give a changed file the time and the size of the old one."""
+    """Files with ETags of their content, because a build may give a changed file the time and size of the old one."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory=directory, follow_symlink=True)  # installs may link files
@@ -183,7 +183,7 @@ def router(runtime: Runtime, dashboard: Dashboard) -> APIRouter:
         signed_in(request, "admin")
         return _json(await sums(runtime, by, since, until))
 
-    # --- playground: its chat is in `gateway.app`, as the other paths of generation --------------------------------
+    # --- playground: its path for chat (CHAT) is in `gateway.app`, like the other paths of generation --------------
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
         key = signed_in(request).key
@@ -240,7 +240,7 @@ def _key(runtime: Runtime, key: Key) -> dict[str, Any]:
 
 
 def _is_https(request: Request) -> bool:
-    """Whether the browser uses TLS, also to a proxy in front that sends X-Forwarded-Proto."""
+    """Whether the browser uses TLS, to the gateway or to a proxy that sends X-Forwarded-Proto."""
     return request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").lower() == "https"
 
 

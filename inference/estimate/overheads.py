@@ -23,9 +23,8 @@ CPU_OVERHEAD_BYTES = 64 * MIB
 """Host memory of a worker process: interpreter, libraries, HTTP app, threads (measured)."""
 
 DRIVER_HOST_BYTES = {"cuda": 160 * MIB}
-"""Host memory that the driver of an accelerator takes in a worker process, by kind of device (CUDA 13 with an H200: 150
-MiB).
-"""
+"""Host memory that the driver of accelerators takes in a worker process, by kind of device and for all devices of the
+kind together (CUDA 13 with an H200: 150 MiB)."""
 
 GPU_OVERHEAD_BYTES = 512 * MIB
 """Initial overhead on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB, on an H200 590-600 MiB)."""
@@ -33,10 +32,10 @@ GPU_OVERHEAD_BYTES = 512 * MIB
 MAX_BYTES = 2048 * MIB
 """A larger observation is foreign memory and is ignored."""
 KEPT = 8
+"""Observations of one key that are kept."""
 ENOUGH = 3
 """With fewer observations the initial overhead is the minimum: foreign memory that was freed at the same time can make
-a single observation too small.
-"""
+a single observation too small."""
 SAFETY_FACTOR = 1.1
 """Factor on the largest observation, because pools grow with the first large batches."""
 _MAX_KEYS = 256
@@ -44,7 +43,7 @@ _VERSION = 1
 
 
 class Overheads:
-    """The observations, newest last."""
+    """The observations by `key_of`, newest last, in memory and in a file."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.file("overheads.json")
@@ -62,7 +61,7 @@ class Overheads:
         return max(least, int(max(seen, default=0) * SAFETY_FACTOR))
 
     def learn(self, device: Reading, observed_bytes: int, shape: str = "") -> None:
-        """Adds an observation. Ignores impossible values, and simulated devices, which report their overhead."""
+        """Adds an observation. Ignores values above MAX_BYTES, and simulated devices, which report their overhead."""
         if device.context_bytes is not None or not is_learnable(observed_bytes):
             return
         key = key_of(device, shape)

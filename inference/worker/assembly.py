@@ -63,7 +63,8 @@ class RequestPreparation:
 def vision_of(loaded: Loaded) -> Vision | None:
     """The encoder of images, for a model with a projector.
 
-    Sequences that decode come first in a step, and an image with full attention must fit one physical batch.
+    A batch must hold the tokens of an image and one token of each decoding sequence. An image with full attention must
+    fit one physical batch.
     """
     if loaded.projector is None:
         return None
@@ -78,7 +79,7 @@ def engines_of(
     vision: Vision | None,
     on_fatal: Callable[[str], None],
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
-    """The engine or the embedder, not started; call it within the running loop, which gets the outputs."""
+    """The engine or the embedder, not started. Called on the event loop that gets the outputs."""
     dispatcher = OutputDispatcher(asyncio.get_running_loop())
     context = loaded.context
     if context.pooling > 0:
@@ -129,7 +130,7 @@ def limits_of(loaded: Loaded, grant: Grant) -> Limits:
 def speculation_of(
     grant: Grant, limits: Limits, draft: LoadedDraft | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Speculation | None:
-    """Proposals of next tokens, if they are configured and rejected ones can be removed."""
+    """Speculation with `draft`, or as configured; None if it is off, or rejected tokens cannot be removed."""
     if draft is not None:
         source = DraftModel(
             draft.context,

@@ -58,7 +58,7 @@ class BatchRow(Protocol):
 
 
 class Backend(Protocol):
-    """A context that computes batches. All methods are called on the engine thread only."""
+    """A context that computes batches. All methods are called on the engine thread only. `can_trim`: see `Limits`."""
 
     can_trim: bool
 
@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def save(self, slot: int) -> Any:
-        """The state of `slot` that later tokens overwrite, for `restore`; None if that fails, as without memory."""
+        """The state of `slot` that later tokens overwrite, for `restore`; None if saving fails, as without memory."""
         ...
 
     def restore(self, slot: int, state: Any, count: int) -> bool:
@@ -95,9 +95,9 @@ class ImageTile:
     """An image, or a tile of one, in a prompt.
 
     It takes `n_tokens` cells and `n_positions` positions. `non_causal`: its tokens attend to each other in both
-    directions. With M-RoPE its tokens are at `positions` plus `moves` times its start position; both arrays have four
-    sections by tokens. `rows`: embeddings (float32, tokens by width), None until it is encoded. `source`: an object of
-    the projector.
+    directions. With M-RoPE its tokens are at `positions` plus `moves` times its start position; both arrays have
+    the shape (4, n_tokens). `rows`: embeddings (float32, tokens by width), None until it is encoded. `source`: an
+    object of the projector.
     """
 
     n_tokens: int

@@ -27,11 +27,11 @@ _HEAD = struct.Struct("<I")
 
 
 class OverLimitsError(Exception):
-    """The child reached its limits before it answered."""
+    """The child ended before it answered, as at one of its limits."""
 
 
 class _IdleExitError(Exception):
-    """The process had ended, because it was idle, before it read the request."""
+    """The process had ended before it read the request, because it was idle."""
 
 
 class BoundedChild:

@@ -17,11 +17,11 @@ from inference.worker_link import Forget, Grant, Hold, KvBudget, Limit, Offload,
 MAX_LINE_BYTES = 1 << 20
 
 Order = Grant | Stop | Offload | Limit | Forget | KvBudget | Threads
-"""What a worker carries out. `order` and `grant` return grants as well."""
+"""Orders for `on_order`. `Channel.order` and `Channel.grant` return grants as well."""
 
 
 class Channel:
-    """The inherited socketpair. Its end of file ends this process at once."""
+    """The inherited socketpair. Its end of file, or an invalid message, ends this process at once."""
 
     def __init__(self, handle: int, on_order: Callable[[Order], None]) -> None:
         self._socket = socket.socket(fileno=handle)
@@ -44,10 +44,10 @@ class Channel:
         return self._loads.get()
 
     def grant(self) -> Grant:
-        """Waits for the order to load, where no other order is valid."""
+        """Waits for the order to load, where a hold is not valid: it ends the process."""
         order = self._loads.get()
         if isinstance(order, Hold):
-            self._leave("the authority sent hold to a worker that already has a model")
+            self._leave("the authority sent hold to a worker that already holds a file or a model")
         return order
 
     def _read(self) -> None:

@@ -16,7 +16,7 @@ MIN_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class TokenRate:
-    """Tokens and the seconds of their steps; older steps have less weight. Steps with fewer than `least` are ignored.
+    """Tokens and the seconds of their steps; older ones weigh less. Steps of fewer than `least` tokens are ignored.
 
     Prefill: reused prefix tokens count as computed in no time, because the next prompt can expect reuse too. Steps with
     few prompt tokens are ignored, because their duration depends on the step and not on the prompt.
@@ -45,7 +45,7 @@ HUNG_STEP_SECONDS = 10.0
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Numbers that are each written atomically; a reader may see slightly old values."""
+    """The numbers of a heartbeat. Each is written atomically; a reader may see slightly old values."""
 
     clock: Callable[[], float]
     step_started: float | None = None

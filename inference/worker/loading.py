@@ -47,7 +47,7 @@ class Loaded:
 
 
 def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], parts: Sequence[str] = ()) -> Loaded:
-    """Loads the model on this thread. `on_progress` gets 0.0 to 1.0 and cancels the load by returning False.
+    """Loads the model and computes a first step. `on_progress` gets 0.0 to 1.0 and cancels the load by returning False.
 
     `parts`: the paths of all parts of a split file, if they do not have the names of parts.
 
@@ -161,7 +161,7 @@ def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
 
 
 def _context_length(grant: Grant, model: llama.Model, context: llama.Context) -> int:
-    """Maximum tokens of a sequence: the configured length, limited by the positions of the model and by pooling."""
+    """Maximum tokens of a sequence: the configured length, at most the model's positions and what pooling takes."""
     bounds = [grant.context_length, model.n_positions, context.pool_tokens if context.pooling > 0 else None]
     return min(bound for bound in bounds if bound is not None)
 

@@ -14,7 +14,7 @@ _LARGE_BYTES = 4 * 2**20
 device through one block per layer, which takes 1.5 times as long with new pages each time.
 """
 _MAX_LARGE_BYTES = 32 * 2**20
-"""Maximum of glibc."""
+"""The largest threshold that glibc accepts."""
 _TOP_BYTES = 2 * _LARGE_BYTES
 """Maximum free memory at the top of a heap; glibc uses the same ratio when it adapts its thresholds."""
 

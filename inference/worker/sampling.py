@@ -53,7 +53,7 @@ _METADATA = {
 
 
 def defaults(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Sampling values that the GGUF file recommends."""
+    """The sampling parameters that a GGUF file recommends, from its metadata. Invalid values are left out."""
     found: dict[str, float] = {}
     for key, name in _METADATA.items():
         try:
@@ -66,13 +66,13 @@ def defaults(metadata: Mapping[str, str]) -> dict[str, float]:
 
 
 def seed_of(sampling: Sampling, choice: int) -> int:
-    """32-bit seed of one choice: the requested seed plus its index, so that choices differ and runs repeat."""
+    """32-bit seed of a choice: random, or the requested seed plus its index, so that choices differ and runs repeat."""
     seed = secrets.randbits(32) if sampling.seed is None else (sampling.seed + choice) % (1 << 32)
     return seed if seed != _RANDOM_SEED else 0
 
 
 def dry_of(sampling: Sampling, context: Context) -> Dry | None:
-    """The settings of DRY, None where it is off. DRY looks back at most over the length of a sequence."""
+    """The settings of DRY, None where it is off. DRY looks back at most over the context of a sequence."""
     last_n = sampling.dry_penalty_last_n
     if sampling.dry_multiplier <= 0.0 or last_n == 0:
         return None
@@ -92,7 +92,7 @@ class NoTokenAllowedError(ArithmeticError):
 class Penalties:
     """Repeat, frequency and presence penalties of the tokens of one answer, as llama.cpp computes them.
 
-    Not by llama.cpp, whose chain would pass the whole vocabulary: 0.5 ms per token with 128,000 tokens.
+    Computed here, because llama.cpp's chain would process the whole vocabulary: 0.5 ms per token with 128,000 tokens.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -105,7 +105,7 @@ class Penalties:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The different tokens of the answer."""
+        """The distinct tokens of the answer, in order of their first use."""
         return self._tokens[: len(self._places)]
 
     def count(self, token: int) -> None:
@@ -118,7 +118,7 @@ class Penalties:
         self._counts[place] += 1
 
     def applied(self, logits: np.ndarray) -> np.ndarray:
-        """The `logits` of `tokens` with their penalties. A forbidden token stays forbidden, and no other becomes so."""
+        """`logits`, those of `tokens`, with their penalties. Tokens at -inf stay there; no other gets there."""
         with np.errstate(over="ignore"):
             changed = np.where(logits <= 0, logits * self._repeat, logits / self._repeat)
             changed -= self._counts[: len(logits)] * self._frequency + self._presence
@@ -132,8 +132,8 @@ class ChainSampler:
     Bias and penalties change the logits of a few tokens in place while a token is drawn. If a sampler keeps few tokens
     (`top_k`, `min_p`), candidates are selected first, and only they pass through the chain, with the same result. If a
     sampler uses all logits, the whole vocabulary passes. Candidates are the tokens within a distance of the best logit.
-    This distance is adapted after each token, because a flat distribution has thousands of candidates and a sharp one
-    has one.
+    This distance is adapted when it gave too many or too few candidates: a flat distribution has thousands of them, a
+    sharp one has one.
 
     DRY, XTC and Mirostat only see allowed tokens, because they could rank a forbidden token before an allowed one.
 
@@ -238,8 +238,9 @@ class ChainSampler:
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`.
 
-        Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process, and
-        NoTokenAllowedError.
+        Afterwards bias and penalties are undone; end tokens that `min_tokens` forbids stay so. Raises
+        NoTokenAllowedError, and ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end
+        the process.
         """
         logits = self._context.logits(index)
         if self._drawn < self._min_tokens:
@@ -265,7 +266,7 @@ class ChainSampler:
         return token
 
     def _draw(self, logits: np.ndarray, index: int) -> int:
-        best = logits.argmax()  # NaN, if there is one
+        best = logits.argmax()  # the first NaN, if there is one
         most = logits[best]
         if most == -np.inf:
             raise NoTokenAllowedError("no token is allowed")
@@ -315,7 +316,7 @@ class ChainSampler:
 
 
 class ConstrainedSampler:
-    """Masks the logits, draws with another sampler and advances the mask. ConstraintError ends this request only."""
+    """Masks the logits in place, draws with another sampler and advances the mask."""
 
     def __init__(self, inner: TokenSampler, backend: Backend, mask: Mask) -> None:
         """`inner` draws from the logits of `backend`; `mask` is used by this answer only."""
@@ -324,7 +325,10 @@ class ConstrainedSampler:
         self._mask = mask
 
     def sample(self, index: int) -> int:
-        """Draws and accepts the token after batch index `index`; raises ConstraintError."""
+        """Draws and accepts the token after batch index `index`.
+
+        Raises ConstraintError, and what `inner` raises except NoTokenAllowedError.
+        """
         self._mask.apply(self._backend.logits(index))
         try:
             token = self._inner.sample(index)
@@ -334,7 +338,7 @@ class ConstrainedSampler:
         return token
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Tokens of the answer that were drawn elsewhere; raises ConstraintError."""
+        """Accepts tokens of the answer that another worker drew; raises ConstraintError."""
         self._inner.accept(tokens)
         for token in tokens:
             self._mask.accept(token)
@@ -358,7 +362,7 @@ class Distribution:
 
     @classmethod
     def of(cls, logits: np.ndarray) -> Distribution:
-        """From raw logits. Single precision for the terms, double for their sum: exact to about 1e-7.
+        """The distribution of raw logits. Single precision for the terms, double for their sum: exact to about 1e-7.
 
         Raises ArithmeticError where they are not finite.
         """

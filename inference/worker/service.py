@@ -66,10 +66,11 @@ log = logging.getLogger("headgate.worker")
 SWITCH_SECONDS = 0.0005
 """Time that another thread may hold the interpreter after a step of the engine; a tenth of Python's default."""
 DRAIN_SECONDS = 600.0
+"""Time for running requests after SIGTERM."""
 STOP_SECONDS = 1.0
 """Time for clients to read their last bytes when the context ends."""
 LAST_STEP_SECONDS = 60.0
-"""Time that a step may still run when the model is offloaded."""
+"""Time for the running step to end when the model is offloaded."""
 STOP_STEP_SECONDS = 0.5
 """The same when the process ends."""
 STORE_SECONDS = 1.5
@@ -183,7 +184,7 @@ class Worker:
         return load_worker_model(grant, held, self._arena_handle, _write_stderr, self._on_progress, self._on_store)
 
     def _on_store(self) -> None:
-        """The store of sequences has something to do."""
+        """Wakes the engine: the store of sequences has something to do. Called on any thread."""
         if (engine := self._engine) is not None:
             engine.wake()
 

@@ -94,7 +94,7 @@ class Job:
     its own. Jobs of one `group` have the same prompt: the first one computes it, the others copy its cells.
     `score`: logits of all prompt tokens are needed, so no prefix is reused and a step computes fewer tokens of it.
     `message_starts`: positions in the prompt at which a message begins, ascending; later prompts often depart there.
-    `kv`: what happens to the tokens after the job. `speculates`: tokens may be proposed. `labels`: see `Labels`.
+    `kv`: what happens to the tokens after the job. `speculates`: tokens may be proposed. `labels`: see `kv.labels`.
     """
 
     id: int
@@ -161,7 +161,7 @@ class StoredSequence:
 
     @property
     def keeps(self) -> bool:
-        """Whether it is worth more than others without this hint."""
+        """Whether the request asked to keep it, so that others are removed first."""
         return self.hint is not None and self.hint.kind == "keep"
 
 

@@ -75,9 +75,9 @@ def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
 
 
 def free_context(model: WorkerModel, seconds: float) -> tuple[WorkerModel, Offloaded]:
-    """Frees the contexts, which must be unused, and closes the store, whose files may take `seconds`.
+    """Frees the contexts, which must be unused, and closes the store, which may write to disk for `seconds`.
 
-    Returns the model without a store, and the numbers of the stored sequences in host memory.
+    Returns the model without a store, and the counts of the stored sequences in host memory.
     """
     saved = _stored(model)
     if model.store is not None:

@@ -25,8 +25,9 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the answers of a request are parsed (None: plain text) and their required form (None: any text). `param` is
-    the parameter that requires the form. Without `guaranteed` the form only helps the model; answers need not have it.
+    """How the answers of a request are parsed (`reading`, None: as plain text), and their form (None: any text).
+
+    `param` is the parameter that requires the form. Without `guaranteed` an answer need not have the form.
     """
 
     reading: Reading | None = None
@@ -39,7 +40,7 @@ class Shaping:
     """Shapes for one model. Thread-safe. Without a dialect there is no chat."""
 
     def __init__(self, dialect: Dialect | None, token_of: Callable[[str], int | None]) -> None:
-        """`token_of` is the control token of a text, None where the vocabulary has none."""
+        """`token_of` returns the control token with a text, None where the vocabulary has none."""
         self._dialect = dialect
         self._token_of = token_of
 
@@ -92,7 +93,7 @@ class Shaping:
         calls = dialect.form(request.tools, choice, opened=opened) if choice.mode == "auto" else None
         if calls is None and choice.mode == "auto" and any(tool.strict for tool in request.tools):
             raise BadRequestError(
-                f"tool calls of this model ({dialect.name}) cannot be restricted to strict tools; remove strict",
+                f"tool calls of this model ({dialect.name}) cannot be restricted to schemas; remove strict",
                 "tools",
                 code=_UNSUPPORTED,
             )

@@ -45,7 +45,7 @@ class StopFilter:
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found."""
+        """The stop string that was found, None before."""
 
     def push(self, text: str) -> str:
         """The text that can be shown now. After a match it is always empty."""
@@ -91,8 +91,8 @@ class TokenLogprob:
 
 
 class Output(NamedTuple):
-    """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
-    so far, `cached` the prompt tokens that did not have to be computed.
+    """What one step added to one choice. The last one of a choice has `finish` or `error`. `tokens` is the number of
+    tokens of the answer so far, `cached` that of the prompt tokens that did not have to be computed.
 
     `text` is the content of a plain answer. A structured answer has `parts` instead: content, reasoning and calls in
     their order. `tokens` includes `reasoning_tokens`.
@@ -143,7 +143,7 @@ class Generation:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no token was drawn yet."""
+        """Whether no token was drawn here yet."""
         return self.tokens == self._begun
 
     def resume(self, prefix: AnswerPrefix) -> None:

@@ -16,7 +16,8 @@ class Reading:
     """How the answers of one request are parsed.
 
     `parser` creates a parser for each choice. `shown` are control tokens whose texts the parser gets; `ends` are tokens
-    that end an answer in addition to the vocabulary's own. `call_id` creates ids for calls without one.
+    that end an answer in addition to the vocabulary's own. `call_id` creates ids for calls without one. An answer ends
+    before a call beyond `max_calls` (None: no limit).
     """
 
     parser: Callable[[], AnswerParser]
@@ -33,7 +34,7 @@ class Reading:
 class StructuredGeneration(Generation):
     """One choice of one request, on the engine's thread. Stop strings apply to content alone and span no other part.
 
-    Log probabilities are those of all generated tokens up to a stop string.
+    Log probabilities are those of all generated tokens up to a stop string or the end token.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Keeps the tokens of an image together, and reads the size of an image file.
 
 In a prompt's tokens an image is a run of negative numbers, each one less than the one before. The same image has the
-same numbers, so prompts are compared as if they were text. Between the numbers of two images there is a gap.
+same numbers, so prompts with images are compared like texts. Between the numbers of two images there is a gap.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Prompts:
         """The prompts in tokens, with the limit and the shape of the answers.
 
         The limit is the smaller of `max_tokens` and the room after the longest prompt. Raises
-        BadRequestError(context_length_exceeded) when a prompt leaves no room for a token, or when `max_tokens` alone
-        is larger than the context.
+        BadRequestError: with context_length_exceeded when a prompt leaves no room for a token or for the answer so far,
+        or when `max_tokens` alone is larger than the context; with other codes for what the model does not support.
         """
         limit = request.max_tokens
         if limit is not None and limit > self._facts.context_length:
@@ -141,7 +141,10 @@ class Prompts:
         files: Sequence[bytes] = (),
         so_far: AnswerSoFar | None = None,
     ) -> tuple[list[int], str, list[Image], list[int]]:
-        """The prompt's tokens, the end of its text, its images, and the tokens of `so_far` after it."""
+        """The prompt's tokens, the end of the text up to the answer, its images, and the tokens of `so_far`.
+
+        The text includes `so_far`, the prompt's tokens do not.
+        """
         template = self._template
         if template is None:
             raise BadRequestError(
@@ -196,7 +199,10 @@ class Prompts:
         return self._read_image(files[index], "messages")
 
     def embed(self, texts: Sequence[Prompt]) -> list[list[int]]:
-        """Tokens of every input, with the special tokens (CLS, SEP, EOS) that the model needs around a text."""
+        """Tokens of every input: a text gets the special tokens (CLS, SEP, EOS) that the model needs, tokens stay.
+
+        Raises BadRequestError for an empty input, and for one that is longer than the context.
+        """
         for item in texts:
             self._check_size(len(item) if isinstance(item, str) else 0, "input")
         inputs = [
@@ -216,7 +222,10 @@ class Prompts:
         return self._tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def completion(self, prompt: Prompt, suffix: str | None) -> list[int]:
-        """Tokens of a prompt to complete, or of the gap between it and `suffix`."""
+        """Tokens of a prompt to complete, or with `suffix` of a prompt whose answer fills the gap between the two.
+
+        Raises BadRequestError.
+        """
         return self._plain(prompt) if suffix is None else self._around(prompt, suffix)
 
     def _plain(self, prompt: Prompt) -> list[int]:
@@ -280,7 +289,7 @@ class Prompts:
         return tokens[0] if len(tokens) == 1 else None
 
     def _check_size(self, characters: int, param: str) -> None:
-        """Refuses a text that is too long for any tokenization, before it is tokenized."""
+        """Raises BadRequestError, before the text is tokenized, if any tokens of it would be too many."""
         longest = self._tokenizer.longest_piece
         if longest is not None and (least := characters // longest) >= self._facts.context_length:
             raise self._too_long(least, param, "at least ")
@@ -314,7 +323,10 @@ def _may_call(tools: Sequence[Tool], choice: ToolChoice) -> bool:
 
 
 def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> tuple[str, list[str]]:
-    """What the assistant's message leaves open at its end, and its text in pieces to be tokenized separately."""
+    """The end of the text with an open assistant's message, and the message in pieces to be tokenized separately.
+
+    `opened` is the end of the text before the message.
+    """
     begun = template.dialect.opening_of(message, opened=opened)
     pieces = [""]
     for part in begun.parts:

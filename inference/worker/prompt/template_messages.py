@@ -28,7 +28,7 @@ class ImageParts:
         self.found: list[bytes] = []
 
     def take(self, url: str, at: str) -> str:
-        """The marker, once the image of an `image_url` part was taken; raises BadRequestError."""
+        """Adds the image of an `image_url` part to `found` and returns the marker; raises BadRequestError."""
         where = f"{at}.image_url"
         if len(self.found) == MAX_IMAGES:
             raise BadRequestError(f"at most {MAX_IMAGES} images per request are allowed", where)
@@ -66,7 +66,7 @@ class ImageParts:
 def messages_of(messages: Sequence[Message], images: ImageParts | None = None) -> tuple[Mapping[str, Any], ...]:
     """Decoded messages as templates expect them: plain text contents.
 
-    `images` takes those in the messages; without it they are refused.
+    `images` takes the images out of the messages; without it they are refused. Raises BadRequestError.
     """
     if len(messages) > MAX_MESSAGES:
         raise BadRequestError(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed", "messages")
@@ -93,7 +93,7 @@ _ANSWERS_ONLY = frozenset(
         "images",
     ]
 )
-"""Fields that other services and client libraries add to answers. They have no effect."""
+"""Fields that other services and client libraries add to answers. Only a text in `reasoning` has an effect."""
 
 
 def _message(item: Message, index: int, images: ImageParts | None) -> Mapping[str, Any]:
@@ -131,7 +131,7 @@ def _has_no_effect(name: str, value: Any) -> bool:
 
 
 def _text(item: Message, at: str, images: ImageParts | None) -> str:
-    """The text of a content in parts. As in llama.cpp, text parts are joined by newlines, and images without.
+    """The text of a content in parts. As in llama.cpp, only two texts in a row have a newline between them.
 
     Raises BadRequestError for parts that the model cannot read.
     """

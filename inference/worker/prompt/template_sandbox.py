@@ -21,11 +21,11 @@ MAX_RENDERED_CHARS = 1 << 25
 MAX_PROBLEM_CHARS = 10_000
 STACK_BYTES = 64 << 20
 IDLE_SECONDS = 600.0
-"""The child takes 14 MB and 60 ms to start."""
+"""The child, which takes 14 MB, ends after this time without a request. Starting it takes 60 ms."""
 
 
 class TooLongError(Exception):
-    """The text is longer than any context."""
+    """The text has more than MAX_RENDERED_CHARS."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -114,7 +114,11 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def main(argv: list[str]) -> None:
-    """The child: answers requests `[source, variables]` with `["text", "refused" or "invalid", text]`."""
+    """The child: answers each request `[source, variables]` with `[kind, text]`.
+
+    The kind is `text` with the prompt (empty if `variables` is null: only compiles), or with an error `refused` (the
+    template failed) or `invalid` (it did not compile). `argv` holds `[cpu_seconds, memory_bytes]` as JSON.
+    """
     cpu_seconds, memory_bytes = orjson.loads(argv[0])
     compiled: dict[str, jinja2.Template] = {}
 

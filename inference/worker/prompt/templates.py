@@ -35,7 +35,7 @@ _PROBE = "hgprobe"
 """A word that is searched for in rendered prompts."""
 
 RENDER_SECONDS = 5.0
-"""Computing time for one prompt."""
+"""Limit of the computing time for one prompt."""
 MEMORY_BYTES = 1 << 30
 """Address space of the child: 40 MB for the interpreter, 64 MiB for the stack, the rest for the template."""
 
@@ -95,7 +95,7 @@ class TemplateProcess:
 
 @functools.cache
 def shared_process() -> TemplateProcess:
-    """The one for all templates of this process."""
+    """The child process for all templates of this process."""
     return TemplateProcess()
 
 
@@ -103,8 +103,8 @@ def shared_process() -> TemplateProcess:
 class _Wants:
     """What a template needs.
 
-    `parts`: contents as lists of parts, as some templates of vision models. `nones`: None for missing tools and
-    documents, which most templates test for; others iterate over them and need an empty list.
+    `parts`: contents as lists of parts, which some templates of vision models need. `nones`: None for missing tools
+    and documents, which most templates test for; others iterate over them and need them undefined.
     """
 
     parts: bool = False
@@ -252,7 +252,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _wants(self) -> _Wants:
-        """The form of messages in which one word reaches the prompt.
+        """The form of messages in which the probe, one word, reaches the prompt.
 
         A template that exceeds the limits with one word always exceeds them. This is remembered, so that such a file
         costs the time only once.

@@ -48,13 +48,15 @@ class Image:
 
 
 class Vision:
-    """Images of one model. `most` is the maximum number of tokens of an image. Tiles live as long as their `Image`.
+    """Images of one model. Tiles live as long as their `Image`.
 
     `counters` reports encoding like steps of the engine, so that a hung device is detected here too.
     """
 
     def __init__(self, projector: Projector, most: int, turns: int, *, at_once: int) -> None:
-        """`at_once`: maximum tokens of an image with full attention within itself."""
+        """`most`: maximum tokens of a tile. `at_once`: the same for a tile whose tokens attend to each other in both
+        directions. `turns`: concurrent requests with images, at most MAX_TURNS.
+        """
         self.counters = EngineCounters(time.monotonic)
         self.tiles: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
         """The tiles by their first token; read by the engine thread."""
@@ -75,7 +77,8 @@ class Vision:
     async def turn(self, deadline: float | None, files_bytes: int) -> AsyncIterator[Callable[[], None]]:
         """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded).
 
-        The caller calls the yielded function when the request's files (`files_bytes`) are no longer held.
+        `deadline`: seconds of `time.monotonic`, None without. The caller calls the yielded function when the request's
+        files (`files_bytes`) are no longer held.
         """
         if self._waiting >= MAX_WAITING:
             raise WorkerError(
@@ -125,7 +128,7 @@ class Vision:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def read(self, data: bytes, param: str) -> Image:
-        """An image as tokens; on the vision thread. Raises BadRequestError for an unreadable image."""
+        """An image as tokens; on the vision thread. Raises BadRequestError for an unreadable or too large image."""
         key = hashlib.sha256(self._tenant.encode() + b"\0" + data).digest()
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
@@ -153,7 +156,7 @@ class Vision:
         return self._keep(key, Image(tuple(tokens), tuple(tiles)))
 
     def encode(self, images: Sequence[Image], param: str) -> None:
-        """Computes the missing embeddings; on the vision thread. Raises WorkerError."""
+        """Computes the missing embeddings; on the vision thread. Raises WorkerError, BadRequestError for too many."""
         tiles = [tile for image in images for tile in image.tiles]
         size = sum({id(tile): tile.n_tokens for tile in tiles}.values()) * self._projector.width * 4
         if size > MAX_REQUEST_BYTES:

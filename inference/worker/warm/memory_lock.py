@@ -21,8 +21,8 @@ log = logging.getLogger("headgate.worker")
 def lock(handles: Sequence[int], mlock: Callable[[int, int], None] | None = None) -> tuple[mmap.mmap, ...]:
     """Locks all pages of these files until the returned mappings are closed.
 
-    Returns nothing, and logs the reason, if the limit of the process is too small. `mlock` gets an address and a number
-    of bytes and raises OSError.
+    If that fails, as when the limit of the process is too small, logs the reason and returns an empty tuple. `mlock`
+    gets an address and a number of bytes and raises OSError.
     """
     limit = _raised_limit()
     lock_pages = mlock or _mlock

@@ -27,7 +27,7 @@ _LATER = (
 )  # fmt: skip
 """Modules of the worker that a load needs. They map the libraries of llama.cpp and open no device."""
 _LIBRARIES = ("headgate.shared.wire", "encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")
-"""Modules that these import at their first use."""
+"""Modules that the modules of _LATER import at their first use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 /** Requests of the page to the gateway. Addresses are relative to the page, `/ui/`. */
 
-/** A refused or failed request; `message` is the gateway's. */
+/** A refused or failed request; `message` is the gateway's. `status` is 0 when the gateway does not answer. */
 export class ApiError extends Error {
   constructor(status, message, code) {
     super(message);
@@ -12,13 +12,13 @@ export class ApiError extends Error {
 const UNREACHABLE = "The gateway does not answer. Check that it runs (`headgate up`), then try again.";
 let csrf = "";
 
-/** @param {string} token  of the session */
+/** @param {string} token  the CSRF token of the session */
 export function useToken(token) {
   csrf = token;
 }
 
 /**
- * One request whose error status is an ApiError.
+ * Sends a request. Throws ApiError for an error status and without an answer, and AbortError after `signal`.
  * @param {string} method
  * @param {string} path  relative to the page
  * @param {any} [body]  sent as JSON
@@ -47,13 +47,13 @@ export async function request(method, path, body, signal) {
   throw failure;
 }
 
-/** As `request`, with the body of the answer. */
+/** As `request`, but returns the JSON of the answer; null without any. */
 export async function call(method, path, body, signal) {
   const response = await request(method, path, body, signal);
   return response.status === 204 ? null : response.json().catch(() => null);
 }
 
-/** Ids may hold slashes, which stay. */
+/** A name as a part of a path; its slashes stay. */
 const id = (name) => name.split("/").map(encodeURIComponent).join("/");
 
 export const session = {

@@ -1,4 +1,4 @@
-/** Reads the answer of a chat completion, streamed or whole. Pure: text in, an answer object out. */
+/** Reads the answer of a chat completion, streamed or whole, into an answer object. */
 
 /**
  * @typedef {Object} Answer
@@ -7,7 +7,7 @@
  * @property {{id: string, name: string, arguments: string}[]} tool_calls
  * @property {?string} finish_reason
  * @property {?Object} usage
- * @property {?string} progress  the last comment of the gateway while no token came: "queued 3", "prefill 512/2048"
+ * @property {?string} progress  the last progress comment, null after a chunk with a choice: "queued 3", "prefill 512/2048"
  * @property {?string} error
  */
 

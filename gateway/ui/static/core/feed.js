@@ -10,8 +10,8 @@ const LAST_RETRY_MS = 8_000;
 /**
  * @param {Object} options
  * @param {string} options.url
- * @param {function(import("./types.js").StreamEvent): void} options.onEvent  also `down`, with the time
- * @param {function(): Promise<boolean>} options.isSignedIn  asked after a failure; false ends the feed
+ * @param {function(import("./types.js").StreamEvent): void} options.onEvent  also with `down` when the stream broke
+ * @param {function(): Promise<boolean>} options.isSignedIn  called after a failure; false ends the feed
  * @param {function(): void} options.onSignedOut
  * @returns {{close: function(): void}}
  */
@@ -61,7 +61,7 @@ export function openFeed({ url, onEvent, isSignedIn, onSignedOut }) {
     if (source && Date.now() - seen > SILENT_MS) lose(source);
   }
 
-  /** A page that becomes visible, or a network that returns, does not wait for the retry. */
+  /** Opens the stream at once when the page becomes visible, or when the network returns. */
   function hurry() {
     if (document.visibilityState === "visible" && retry !== null) open();
   }

@@ -7,13 +7,13 @@ const MIB = 2 ** 20;
 /** @param {?number} value @returns {boolean} */
 export const missing = (value) => value === null || value === undefined || Number.isNaN(value);
 
-/** Three significant digits at most, without an exponent: 0.123, 4.56, 78.9, 1234. */
+/** Two decimals below 10, one below 100, none above: 0.12, 4.56, 78.9, 1234. */
 function digits(value) {
   const size = Math.abs(value);
   return value.toFixed(size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : 2);
 }
 
-/** @param {?number} value  a whole number @returns {string} with thousands separators */
+/** @param {?number} value @returns {string} rounded, with thousands separators */
 export function count(value) {
   return missing(value) ? NONE : String(Math.round(value)).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
 }
@@ -46,7 +46,7 @@ export function duration(value) {
   return clock(seconds);
 }
 
-/** @param {number} value  seconds @returns {string} whole seconds: 12 s, 2 min 5 s, 3 h 10 min */
+/** @param {number} value  seconds @returns {string} whole seconds: 12 s, 2 min 5 s, 3 h 10 min, 2 d 4 h */
 export function clock(value) {
   const seconds = Math.max(0, Math.round(value));
   const [minutes, hours, days] = [60, 3600, 86400].map((size) => Math.floor(seconds / size));

@@ -2,7 +2,7 @@
  * The state of the page as a pure function of the events of the stream.
  *
  * `reduce(state, events)` returns a new state. Containers that no event touched keep their identity, so views can
- * compare them by reference. Every array and map has a limit.
+ * compare them by reference. Arrays and maps that grow with time have a limit.
  */
 
 export const LIMITS = { timeline: 500, requests: 200, live: 2000, log: 200, minutes: 60 };
@@ -14,8 +14,8 @@ export const modelKey = ({ id, node }) => (node ? `${node} ${id}` : id);
 export function initial() {
   return {
     connected: false,
-    down_since: null, // since when the stream is down; null before the first try has failed
-    loaded: false, // whether a snapshot came
+    down_since: null, // when the stream broke; null while it is open or being opened for the first time
+    loaded: false, // whether there was a snapshot
     offset: 0, // the server's clock less the browser's, in seconds
     serial: 0, // keys of timeline entries and log lines
     gateway: {},
@@ -176,9 +176,9 @@ export function reduce(state, events) {
 }
 
 /**
- * Sums of the last minutes.
+ * Sums of the last minutes. `ttft_p50` is the mean of their medians, weighted by requests; null without any.
  * @param {Map<number, import("./types.js").Minute>} minutes
- * @param {number} now  the server's clock
+ * @param {number} now  Unix seconds by the server's clock
  * @param {number} [span]  minutes, the running one included
  */
 export function recent(minutes, now, span = 5) {

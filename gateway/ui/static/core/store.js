@@ -1,6 +1,6 @@
 /** One state, changed by events, with at most one notification per animation frame. */
 
-const AT_ONCE = 1000; // a hidden page gets no frames: so many waiting events are applied without one
+const AT_ONCE = 1000; // a hidden page gets no animation frames; this many waiting events are applied without one
 
 /**
  * @param {function(Object, Object[]): Object} reduce

@@ -1,5 +1,5 @@
 /**
- * Types of the records in the event stream. Bytes are bytes, times are seconds, points in time are Unix seconds.
+ * Types of the records in the event stream. Sizes are in bytes, durations in seconds, times in Unix seconds.
  *
  * @typedef {Object} Model
  * @property {string} id
@@ -8,7 +8,7 @@
  * @property {Figures} [figures]
  * @property {Object<string, Object<string, number>>} [blocks]  by device: weights, kv, compute, other
  * @property {?number} [progress]  0 to 1 while it loads
- * @property {?number} [idle_until]  set by the reducer: when the model is unloaded or offloaded
+ * @property {?number} [idle_until]  set by the reducer: when the model leaves if it stays idle
  *
  * @typedef {Object} Figures
  * @property {?number} tokens_per_second

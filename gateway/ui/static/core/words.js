@@ -13,7 +13,7 @@ export const TONES = {
 };
 
 export const TIERS = {
-  local: "the first choice, on this machine",
+  local: "the first choice, a local model",
   "local-fallback": "another local model",
   cloud: "a cloud provider",
   none: "no tier answered",
@@ -33,7 +33,7 @@ export const REASONS = {
   budget_spent: "the time or the attempts of the request were spent",
   little_room: "a later model has more room for the answer",
   predicted_too_slow: "load, queue and prefill would have taken too long",
-  unhealthy: "the model or its device was in backoff",
+  unhealthy: "the request would likely have failed there",
   recovering: "the provider was recovering",
   silent: "requests waited there without progress",
 };
@@ -57,7 +57,7 @@ export const ACTIONS = {
 
 export const READ_ONLY = "This key has no scope “admin”, so this page is read-only.";
 
-/** @param {import("./types.js").RequestRow} request @returns {string} "prefill 512 of 2,048" */
+/** @param {import("./types.js").RequestRow} request @param {function(number): string} count  formats a number @returns {string} "prefill 512 of 2,048" */
 export function phaseText(request, count) {
   const { phase, done, total } = request;
   const word = PHASES[phase] || phase;

@@ -1,4 +1,4 @@
-/** uPlot (`uPlot`, from `vendor/uplot.js`) in the colors of the page. The data stands in a table beside each chart too. */
+/** uPlot (`uPlot`, from `vendor/uplot.js`) in the colors of the page. */
 
 import { html, useEffect, useRef } from "../vendor/preact-htm.js";
 
@@ -41,7 +41,8 @@ function options(element, width, series, height) {
  * @param {string} props.label  for screen readers
  * @param {number[]} props.times  Unix seconds
  * @param {{label: string, variable: string, values: number[]}[]} props.series  from the bottom to the top; a CSS variable for the color
- * @param {string} props.theme  a change draws it again
+ * @param {string} props.theme  a change draws the chart again
+ * @param {number} [props.height]  pixels
  */
 export function Chart({ label, times, series, theme, height = 120 }) {
   const ref = useRef(null);

@@ -27,7 +27,7 @@ const CHAIN = [
   { key: "facts", label: "Facts", style: "wide", cell: (one) => one.facts || "–" },
 ];
 
-/** Known facts of a candidate as words; long values stay out. */
+/** The known facts of a candidate as text. */
 function factsOf(facts = {}) {
   const shown = [
     !missing(facts.prompt_tokens) && `${count(facts.prompt_tokens)} prompt tokens`,

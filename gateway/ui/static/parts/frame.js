@@ -1,4 +1,4 @@
-/** What stands around every view: header, navigation, and the notices about lost connections. */
+/** The frame of every view: header, navigation, and the notices about lost connections. */
 
 import { plural } from "../core/format.js";
 import { READ_ONLY } from "../core/words.js";
@@ -55,7 +55,7 @@ export function Navigation({ views, current, state }) {
 
 const NAMED = 3;
 
-/** Some of several nodes do not answer. */
+/** The notice that some of several nodes do not answer. */
 function Missing({ nodes }) {
   const down = nodes.filter((node) => node.reachable === false);
   if (!down.length || down.length === nodes.length) return null;

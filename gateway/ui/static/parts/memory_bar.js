@@ -1,4 +1,4 @@
-/** One device of the memory map: a bar to scale, marks for limit and pressure, and the same as a table. */
+/** One device of the memory map: a bar to scale with marks for limit and pressure, and its bytes as a table. */
 
 import { ACCOUNTS, PARTS, PART_NAMES, blocksOf, colorOf } from "../core/blocks.js";
 import { bytes, missing, percent } from "../core/format.js";
@@ -7,7 +7,7 @@ import { memo } from "./memo.js";
 import { Status } from "./status.js";
 import { Table } from "./table.js";
 
-/** The name of a device, which begins with its node where there are several. */
+/** The name of a device, which begins with its node where there are several nodes. */
 export const placeOf = ({ id, node }) => (node ? `${node} ${id}` : id);
 
 const LABELED = 0.07; // share of the bar from which a block has room for its name

@@ -1,6 +1,6 @@
 /**
  * A table with a caption, keyed rows, and columns that sort it. On a narrow screen each row becomes a block, so the
- * roles are explicit: `display` would take them away.
+ * roles are explicit: with another `display` an element loses its role.
  */
 
 import { NONE } from "../core/format.js";
@@ -16,7 +16,7 @@ import { Empty } from "./status.js";
  * @property {boolean} [numeric]
  * @property {string} [style]  a class of its cells
  * @property {function(any, any): any} cell  its content, from the row and the context of the table
- * @property {function(any): number|string} [sort]  the value to sort by; null comes last
+ * @property {function(any): ?number|string} [sort]  the value to sort by, null (not undefined) comes last
  */
 
 const cellClass = (column, more = "") => `${column.numeric ? "num " : ""}${column.style || ""}${more}`.trim() || undefined;
@@ -70,6 +70,7 @@ function ordered(rows, columns, order) {
  * @param {any} [props.empty]  shown without rows
  * @param {function(any): string} [props.tone]  a class of the row
  * @param {boolean} [props.hideCaption]  the heading above is its visible caption
+ * @param {string} [props.name]  a class of the table
  */
 export function Table({ caption, columns, rows, id, context, empty, tone, hideCaption, name }) {
   const [order, setOrder] = useState({ key: null, down: false });

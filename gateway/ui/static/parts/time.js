@@ -1,4 +1,4 @@
-/** Times relative to now, with the absolute time as title. The clock changes their text, not a render. */
+/** Times relative to now, with the absolute time as title. `clock.js` updates their text without a render. */
 
 import { forget, keep, now } from "../core/clock.js";
 import { absolute, ago, clock, timeOfDay, until } from "../core/format.js";

@@ -18,7 +18,7 @@ function plain(value) {
   return typeof value === "number" ? (Number.isInteger(value) ? count(value) : value.toFixed(3)) : String(value);
 }
 
-/** A column for each field of the rows: those of a later version too. */
+/** A column for each field of the first row, so that fields of a later gateway are shown too. */
 function columnsOf(rows, first) {
   const names = [first, ...Object.keys(rows[0] || {}).filter((name) => name !== first)];
   return names.map((name) => ({

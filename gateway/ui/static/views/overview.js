@@ -1,4 +1,4 @@
-/** Which tier answered in the last five minutes, with errors and fallbacks. */
+/** Which tier answered, with errors and fallbacks (last five minutes), and requests per minute (last hour). */
 
 import { now } from "../core/clock.js";
 import { count, duration, percent, plural } from "../core/format.js";
@@ -47,7 +47,7 @@ function history(minutes, time) {
   return { times, series };
 }
 
-/** The time of the last render at a whole number of seconds, so that minutes leave the sums without an event. */
+/** The current time. Renders every `seconds`, so that old minutes leave the sums without an event. */
 function useTime(seconds) {
   const [time, setTime] = useState(now);
   useEffect(() => {

@@ -13,7 +13,7 @@ const TOOLS = `[
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
   }}
 ]`;
-/** Kept while another view is shown. */
+/** The settings, kept while another view is shown. */
 const remembered = { model: "", system: "", tools: "", temperature: "", max_tokens: "", stream: true };
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Tool result" };

@@ -32,7 +32,7 @@ export function SignIn({ onSignIn, notice }) {
       <input id="key" ref=${field} type="password" autocomplete="current-password" spellcheck="false" required
         aria-describedby="key-hint" aria-invalid=${state.error ? "true" : undefined} />
       <p id="key-hint" class="dim"><code>headgate key show</code> prints the first key. With the scope “admin” you can load and
-        unload models; with “use” the page is read-only.</p>
+        unload models; with “use” you can view them and use the playground.</p>
       <div aria-live="assertive">${state.error && html`<${Notice} tone="bad">${state.error}<//>`}</div>
       <button type="submit" class="main" disabled=${state.running}>${state.running ? "Signing in …" : "Sign in"}</button>
     </form></main>`;
