@@ -14,7 +14,7 @@ from headgate.shared.asgi import App
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status, headers by lower-case name, and the body as JSON."""
+    """Status, headers by lower-case name, and the body: a JSON value, or bytes of another type."""
 
     status: int
     headers: Mapping[str, str]

@@ -442,14 +442,14 @@ class CheckedWorld(World):
                 assert self.now >= worker.ready_at + turn_seconds, f"{was.id} has had its turn"
 
     def _check_payer(self, reason: str) -> None:
-        """Other tenants never pay for the growth of a model: idle models leave for others' needs or other programs."""
+        """No model leaves because another one grew: idle models leave for a waiting model or for other programs."""
         device = reason.partition(" ")[0]
         if device == CPU or "a model waits for memory" in reason or self.state.settings.pressure_eager:
             return
         lingers = any(device in left for _, left in self.lingering.values())
         ends = any(process.is_stopped and device in process.bytes for process in self.alive.values())
         is_foreign = self.foreign.get(device) or lingers or ends or self.foreign_moved_at > self.now - 60
-        assert is_foreign, f"a model pays for another one: {reason}"
+        assert is_foreign, f"a model left because another one grew: {reason}"
 
     def _check_counters(self, before: State) -> None:
         state = self.state
@@ -846,5 +846,5 @@ def _nonzero(counts: Any) -> dict[str, int]:
 
 
 def _figures(sums: Any) -> tuple[int, ...]:
-    """What ends with the workers."""
+    """The sums that are 0 without workers."""
     return (sums.reserved_bytes, sums.resident_bytes, sums.releasing_bytes, sums.exempt_bytes)

@@ -37,7 +37,7 @@ Start = Callable[..., Any]
 
 
 class FakeEstimator:
-    """Says 100 MiB for every model, or what `sizes` says; 64 MiB of it are the worker's own."""
+    """Estimates `sizes` (MiB by model, default 100), of which 64 MiB are the overhead of the worker."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -58,7 +58,7 @@ class FakeEstimator:
 
 
 class CacheEstimator(FakeEstimator):
-    """Its models have one layer with a cache of `mib` MiB per 4,096 tokens, and 64 MiB of their own."""
+    """Its models have one layer with a cache of `mib` MiB per 4,096 tokens, and 64 MiB of overhead."""
 
     def __init__(self, mib: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class CacheEstimator(FakeEstimator):
 
 
 class FakeAccelerator:
-    """A probe with GPUs of 1,000 MiB, `gpus` by id; `failure` is raised by the next readings."""
+    """A probe with GPUs of 1,000 MiB, `gpus` by id; while `failure` is set, `refresh` raises it."""
 
     def __init__(self, count: int = 1, kind: str = "cuda") -> None:
         names = (f"gpu-{number}" for number in range(count))
@@ -115,7 +115,7 @@ class FakeAccelerator:
 
 
 class SharedDevice(FakeAccelerator):
-    """Devices of 1,000 MiB, by default one GPU; in use are what `service` holds, and `foreign_mib` of each."""
+    """Devices of 1,000 MiB, by default one GPU. The holdings of `service` and `foreign_mib` of each are in use."""
 
     def __init__(self, foreign_mib: int = 0, *, count: int = 1, id: str = "gpu-0", kind: str = "cuda") -> None:
         super().__init__(count, kind)
@@ -147,7 +147,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def reload(service: LiveService, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
-    """As an operator does it: the file of the models stays what it is; `environ` is INFERENCE_*."""
+    """Replaces models.yaml and reloads; the model file does not change. `environ`: INFERENCE_* without the prefix."""
     file = directory / "x.gguf"
     before = file.stat()
     rewrite(directory, models)
@@ -172,7 +172,7 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         begins: bool = True,
         **environ: str,
     ) -> LiveService:
-        """`parts` are given to Service; a service that does not begin finds no devices."""
+        """`parts` are given to Service. Without `begins` the authority is not started and finds no devices."""
         monkeypatch.setenv("FAKE_WORKER", json.dumps(behavior or {}))
         rewrite(directory, models)
         forced = {"INFERENCE_FORCE_CPU_MODE": "true"} if accelerator is None else {}

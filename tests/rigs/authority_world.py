@@ -154,7 +154,7 @@ class World:
     kind: str = "cuda"
     now: float = 1000.0
     tells_processes: bool = False
-    """whether accelerators tell the bytes of each process"""
+    """whether accelerators report the bytes of each process"""
     gpu_bytes: int = GPU_BYTES
     context_bytes: int = 0
     """what a helper takes of an accelerator"""
@@ -242,7 +242,7 @@ class World:
         return tuple(self.shown.values())
 
     def put_sign(self, device: str, sign: Sign) -> None:
-        """Something happens to a device; one that is dead or gone loses its memory."""
+        """Changes the sign of a device; one that failed or is missing loses its memory."""
         self.signs[device] = sign
         self.absent.discard(device)
         if sign is Sign.MISSING:
@@ -256,7 +256,7 @@ class World:
         self.send(events.DeviceNoticed())
 
     def use(self, device: str, count_bytes: int) -> None:
-        """Other programs use so much of a device now."""
+        """Other programs use `count_bytes` of a device from now on."""
         self.foreign[device] = count_bytes
         self.foreign_moved_at = self.now
 
@@ -277,7 +277,7 @@ class World:
         """A process is about to be started."""
 
     def commanding(self, request: events.Request) -> Any:
-        """What `answered` gets."""
+        """A command is about to be sent; `answered` gets the result."""
 
     def answered(self, request: events.Request, noted: Any) -> None:
         """A command is answered without an error."""
@@ -413,7 +413,7 @@ class World:
         self._lose_memory(process)
 
     def _lose_memory(self, process: Process) -> None:
-        """A process has nothing on a device that is dead or gone."""
+        """A process has nothing on a device that failed or is missing."""
         for device in list(process.bytes):
             if self.signs.get(device) in (Sign.FAILED, Sign.MISSING):
                 del process.bytes[device]
@@ -429,7 +429,7 @@ class World:
             self.exits += 1
 
     def end(self, worker: str, cause: ExitCause, *, was_ready: bool = True, unexplained: bool = False) -> None:
-        """The process of a worker ends; its clients report what they met and run again elsewhere."""
+        """The process of a worker ends. Its leases are released; after an assertion its clients report the crash."""
         if worker not in self.alive:
             return
         record = self.state.workers[worker]

@@ -88,7 +88,7 @@ class Outcome:
 
 
 class EstimateRig:
-    """A state directory, an estimator and simulated devices of that many bytes each."""
+    """A state directory, an estimator and simulated devices of `device_bytes`."""
 
     def __init__(self, root: Path, device_bytes: Sequence[int]) -> None:
         self._root = root

@@ -28,8 +28,8 @@ class ByteVocabulary:
 
 @dataclass
 class FakeBackend:
-    """Answers every sequence with `say`, a letter per step. `fates` are outcomes of the next decodes, then all is OK;
-    an exception among them is raised. `gate`, when set, holds every decode until it is released.
+    """`held` are the tokens of each slot. `fates` are outcomes of the next decodes, then all is OK; an exception among
+    them is raised. `gate`, when set, holds every decode until it is released.
     """
 
     say: bytes = b"abcdefgh"
@@ -115,7 +115,7 @@ class FakeSampler:
 
 @dataclass
 class SamplerShop:
-    """Creates fake samplers and records them. A seed of 666 creates one that fails at its second token."""
+    """Creates fake samplers and records them. Seed 666: one that fails at its second token; 667: ValueError."""
 
     say: bytes = b"abcdefgh"
     made: list[FakeSampler] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Answer:
     not in it yet. `hold` is awaited before the first word. `refuse` answers with an error status instead
     (with `full_for` where that is a full queue), `error` with an error frame after the words; `cut` drops the
     connection after the words, `stall` goes silent after them, `finish` None leaves the finish reason out, `done` False
-    the `[DONE]`. `garbage` is sent as a frame after the words.
+    the `[DONE]`. `garbage` is sent as a frame after the words; `raw` is sent instead of them, and ends the answer.
     """
 
     words: tuple[str, ...] = ("Hello", " there", "!")
@@ -79,7 +79,8 @@ def _choices_of(body: dict[str, Any]) -> int:
 
 
 class FakeInference:
-    """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request but probes.
+    """An async context manager. `answers` are by model (default `Answer()`), after those in `queue`, which are used
+    once. `seen` has every generation request but probes.
 
     `probes` are the paths of probes. A probe of a model gets its state, or the refusal in `answers`. `ready` is the
     answer of `/readyz`. While it `is_silent`, the list of models and probes of the service get no answer.

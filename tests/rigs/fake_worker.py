@@ -1,8 +1,9 @@
 """A worker without llama.cpp: speaks the link, answers canned SSE, and fails as FAKE_WORKER describes.
 
-Hundreds of it are started in a test run, so it imports only the link and the standard library.
+A test run starts hundreds of these workers, so it imports only the link and the standard library.
 
-FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
+FAKE_WORKER is JSON, model id -> behavior (`exit` and `hold`: also below the id `*`):
+`load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
 `abort` (text, then SIGABRT while loading), `silent_after` (seconds after ready until heartbeats stop),
 `step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (extra bytes from ready until

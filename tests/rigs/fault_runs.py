@@ -67,7 +67,7 @@ def _arguments(suite: Suite) -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=suite.events)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gap", type=float, default=1.2)
-    parser.add_argument("--minutes", type=float, default=60.0, help="no further fault begins after so long")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no fault begins after this number of minutes")
     parser.add_argument("--plants", default="all", help="all, none, or names of defects")
     parser.add_argument("--kinds", default="", help="only these, comma-separated")
     parser.add_argument("--results", type=Path, default=results)
@@ -165,7 +165,7 @@ class Users:
 
 
 def stopwatch() -> Callable[[], float]:
-    """The seconds from now on."""
+    """A function that returns the seconds since this call."""
     time = asyncio.get_running_loop().time
     began = time()
     return lambda: time() - began
@@ -178,7 +178,10 @@ async def inject(
     max_at_once: int,
     max_seconds: float,
 ) -> None:
-    """Starts every event at its time, or when there is room for it; returns when the last one is over."""
+    """Starts every event at its time, or later when fewer than `max_at_once` run; returns when the last one is over.
+
+    None starts after `max_seconds`.
+    """
     start = clock()
     room = asyncio.Semaphore(max_at_once)
 
@@ -199,7 +202,7 @@ async def inject(
 
 @contextlib.contextmanager
 def reported_errors(violations: list[Violation], clock: Callable[[], float]) -> Iterator[None]:
-    """Ends the block at an error of the suite, as a violation: the figures until then are reported."""
+    """Turns an error of the suite into a violation, so that the figures up to it are reported."""
     try:
         yield
     except Exception as error:
@@ -208,7 +211,7 @@ def reported_errors(violations: list[Violation], clock: Callable[[], float]) -> 
 
 @contextlib.asynccontextmanager
 async def during(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which has no end, meanwhile."""
+    """Runs `work`, which does not end by itself, during the block."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -15,7 +15,7 @@ from inference.workers.arenas import Arenas
 from inference.workers.exit_cause import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20
-"""What tests.rigs.authority_rig.FakeEstimator calls the worker's own."""
+"""The overhead of a worker in the estimates of tests.rigs.authority_rig.FakeEstimator."""
 
 
 class InstantWorker:
@@ -73,7 +73,7 @@ class InstantWorker:
 
 
 class InstantSupervisor:
-    """Replaces the supervisor; `seconds` is model id -> load time, `workers` are all started workers."""
+    """Replaces the supervisor; `seconds` are load times by model id (default 0.02), `workers` all started workers."""
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
         self._seconds = dict(seconds or {})

@@ -72,7 +72,7 @@ class LiveModel:
 
     @property
     def running(self) -> LiveWorker | None:
-        """Its worker."""
+        """Its worker, or None."""
         id = self.record.worker
         return None if id not in self._authority.state.workers else LiveWorker(self._authority, id)
 
@@ -88,7 +88,7 @@ class LiveModel:
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
-        """What was measured."""
+        """Its estimates with the effective settings."""
         return self._authority.state.estimates_of(self.record.effective)
 
     @property

@@ -1,4 +1,4 @@
-"""What llama.cpp's own helper answers to a prompt with images: the likeliest first tokens, printed as JSON.
+"""Prints what llama.cpp's own helper computes for a prompt with images: log probabilities of the first token, as JSON.
 
     python -m tests.rigs.mtmd_reference MODEL PROJECTOR PROMPT IMAGE...
 
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def main(model_path: str, projector_path: str, prompt: str, *images: str) -> None:
-    """Evaluates the prompt as one and prints the five largest log probabilities after it, and its tokens."""
+    """Evaluates the prompt and prints the five largest log probabilities after it (`top`) and its length (`tokens`)."""
     from llama_cpp import llama_cpp as lib
     from llama_cpp import mtmd_cpp as mtmd
 

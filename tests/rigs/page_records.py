@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def model(id: str, state: str = "cold", **changes: Any) -> Json:
-    """A MODEL record; `changes` replace fields of the status, `figures` and `blocks` the parts of that name."""
+    """A `Model` record (see `types.js`); `changes` replace fields of the status, or parts of `figures` and `blocks`."""
     loaded = state in ("ready", "busy")
     figures = {
         "tokens_per_second": 42.5 if state == "busy" else (0.0 if loaded else None),
@@ -60,7 +60,7 @@ def _parts(total: int) -> Json:
 
 
 def device(id: str, total: int, models: dict[str, int], **changes: Any) -> Json:
-    """A DEVICE record on which `models` hold bytes."""
+    """A `Device` record on which `models` hold bytes."""
     accounts = {
         "foreign": 0,
         "reserved": 0,
@@ -95,7 +95,7 @@ def device(id: str, total: int, models: dict[str, int], **changes: Any) -> Json:
 
 
 def breaker(name: str, state: str = "closed", **changes: Any) -> Json:
-    """A BREAKER record."""
+    """A `Breaker` record."""
     provider, _, of_model = name.partition("/")
     record: Json = {
         "name": name,
@@ -116,7 +116,7 @@ def breaker(name: str, state: str = "closed", **changes: Any) -> Json:
 
 
 def request(id: str, started: float, phase: str = "done", **changes: Any) -> Json:
-    """A REQUEST record; a finished one has succeeded."""
+    """A `RequestRow` record; a finished one has succeeded."""
     done = phase == "done"
     record: Json = {
         "id": id,
@@ -145,7 +145,7 @@ def request(id: str, started: float, phase: str = "done", **changes: Any) -> Jso
 
 
 def minute(start: float, **changes: Any) -> Json:
-    """A MINUTE record."""
+    """A `Minute` record."""
     record: Json = {
         "start": int(start // 60 * 60),
         "by_tier": {"local": 0, "local-fallback": 0, "cloud": 0, "none": 0},
@@ -158,12 +158,12 @@ def minute(start: float, **changes: Any) -> Json:
 
 
 def entry(at: float, kind: str, subject: str, text: str, severity: str = "info") -> Json:
-    """A timeline ENTRY."""
+    """An `Entry` of the timeline."""
     return {"at": at, "kind": kind, "subject": subject, "text": text, "severity": severity}
 
 
 def line(at: float, text: str, level: str = "warning", logger: str = "inference.authority") -> Json:
-    """A log LINE."""
+    """A log line."""
     return {"at": at, "level": level, "logger": logger, "text": text}
 
 
@@ -306,7 +306,7 @@ def snapshot(now: float, **parts: Any) -> Json:
 
 
 def node(name: str, now: float, reachable: bool = True) -> Json:
-    """A NODE record."""
+    """A `Node` record."""
     return {"name": name, "url": f"http://{name}:8085", "reachable": reachable, "since": now - 60}
 
 

@@ -138,7 +138,7 @@ def is_alive(pid: int) -> bool:
 
 @dataclass
 class Service:
-    """One started program. `url` is where it answers; `log` is everything it wrote to stderr so far."""
+    """One program. `url` is where it answers; `log` is everything it wrote to stdout and stderr so far."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -218,7 +218,7 @@ class Service:
         return self.wait(seconds)
 
     def kill(self) -> None:
-        """SIGKILL to the program and to every descendant it had; never fails."""
+        """SIGKILL to the program and to all its descendants."""
         if self._process is None:
             return
         tree = children_of(self._process.pid)

@@ -91,13 +91,13 @@ class StepWorld(CheckedWorld):
             self.finish(self.leased(model))
 
     def foreign_mib(self, device: str, mib: int) -> None:
-        """Other programs use so much of a device, and that is read."""
+        """Other programs use `mib` of a device, and the devices are read."""
         self.foreign[device] = mib * MIB
         self.send(events.DeviceNoticed())
         self.arrive()
 
     def check_pressure(self, times: int = 1) -> None:
-        """Time passes until that many regular checks of the pressure are done."""
+        """Time passes until `times` regular checks of the pressure are done."""
         for _ in range(times):
             self.live(self.state.settings.pressure_check_interval_seconds)
 

@@ -135,7 +135,7 @@ class OpenStore:
                 return
             self.changed.wait(0.05)
             self.changed.clear()
-        raise AssertionError("the store did not get there")
+        raise AssertionError(f"not within {seconds:g} s: {condition}")
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def write(
     key: Mapping[str, Any] = KEY,
     pinned_until: float = 0.0,
 ) -> list[str]:
-    """Writes a file; the names of the files that were removed for it."""
+    """Writes a file; returns the names of the files that were removed for it."""
     sequence, state = sequence_of(number), state_of(number)
     sequence.pinned_until = pinned_until
     head, sizes = encode_head(sequence, key, len(state), [])
@@ -70,7 +70,7 @@ def write(
 
 
 def read(tier: DiskTier, number: int) -> int:
-    """Reads a file and checks its content; its number."""
+    """Reads a file and checks its content; returns its number."""
     arena = Arena()
     arena.open()
     region, head = tier.read(sequence_of(number), arena, PLENTY)
@@ -90,7 +90,7 @@ def _checked(head: Head, region: Region) -> int:
 
 
 def _use_arena(handle: int, seed: int) -> None:
-    """Adds and removes entries until it is killed; prints the numbers of committed and removed ones."""
+    """Adds and removes entries until it is killed; prints `begun` before the first."""
     chosen = random.Random(seed)
     arena = Arena(handle)
     assert arena.open()
@@ -109,7 +109,7 @@ def _use_arena(handle: int, seed: int) -> None:
 
 
 def _use_disk(directory: str, max_bytes: int, seed: int) -> None:
-    """Writes files until it is killed."""
+    """Writes files until it is killed; prints `begun` before the first."""
     chosen = random.Random(seed)
     tier = DiskTier(Path(directory), KEY, max_bytes)
     _begun()

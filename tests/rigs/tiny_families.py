@@ -1,4 +1,4 @@
-"""Makes random-weight GGUF models of other families than llama's plain one: experts, sliding windows, states.
+"""Makes random-weight GGUF models of several families: dense, with experts, sliding windows or recurrent states.
 
 Seeded, and written once per recipe; their answers are noise. Only the layout of caches and layers matters.
 """

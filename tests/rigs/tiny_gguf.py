@@ -69,7 +69,7 @@ def slow(**changes: object) -> Path:
 
 
 def in_parts(directory: Path, tensors: int = 8, **changes: object) -> list[Path]:
-    """A chat model as several files in `directory`, each with at most that many tensors; the first is configured."""
+    """A chat model as several files in `directory`, each with at most `tensors` tensors; the first is configured."""
     shape = Shape(**changes)  # type: ignore[arg-type]
     writer = gguf.GGUFWriter(directory / "parts.gguf", shape.architecture, split_max_tensors=tensors)
     _fill(shape, writer)
@@ -97,7 +97,7 @@ def yes_no_reranker(**changes: object) -> Path:
 def lora(
     shape: Shape | None = None, *, seed: int = 7, rank: int = 4, strength: float = 1.0, wakes_at: tuple[int, ...] = ()
 ) -> Path:
-    """Path of a LoRA adapter for models of `shape` that changes what they say.
+    """Path of a LoRA adapter for models of `shape` that changes their answers.
 
     `strength` scales it (0 changes nothing); with `wakes_at` it is one that waits for those tokens (aLoRA).
     """
@@ -176,7 +176,7 @@ def _vocabulary(extra_words: int, specials: tuple[str, ...] = SPECIALS) -> tuple
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, extra_words: int = 0) -> int:
-    """Adds the tokenizer of these models with a chat template, and says how many tokens it has."""
+    """Adds the tokenizer of these models with a chat template; returns the number of its tokens."""
     tokens, types, merges = _vocabulary(extra_words)
     _write_tokenizer(writer, tokens, types, merges)
     writer.add_add_bos_token(False)

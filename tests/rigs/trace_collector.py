@@ -60,14 +60,14 @@ class TraceCollector:
                 ]
 
     def wait_for(self, trace: str, *names: str) -> dict[str, ReceivedSpan]:
-        """The spans of a trace by name, once those with `names` have arrived."""
+        """The spans of a trace by `SERVICE NAME`, once those with `names` in this form have arrived."""
         return wait_until(
             f"the spans {names} of {trace}; arrived: {[span.name for span in self.spans]}",
             lambda: found if {*names} <= {*(found := self.of_trace(trace))} else None,
         )
 
     def of_trace(self, trace: str) -> dict[str, ReceivedSpan]:
-        """The spans of a trace by service and name."""
+        """The spans of a trace by `SERVICE NAME`."""
         return {f"{span.service} {span.name}": span for span in tuple(self.spans) if span.trace == trace}
 
 

@@ -19,8 +19,8 @@ class BrokenLlama:
         self.env = {"LD_PRELOAD": str(library), "BROKEN_LLAMA": str(self._switch)}
 
     def breaks(self, how: str, only: str = "") -> None:
-        """Every computation from now on: `sigill`, `sigsegv`, `late` or `zero`. `only` in processes with this text in
-        their command line, such as `inference.worker`.
+        """Breaks every computation from now on. `how`: `sigill` or `sigsegv` ends the process, `late` does so after
+        three seconds, `zero` computes nothing. `only`: in processes with this text in their command line.
         """
         self._switch.write_text(f"{how} {only}".strip())
 

@@ -25,13 +25,13 @@ class CudaStub:
 
     @property
     def env(self) -> dict[str, str]:
-        """For processes that shall see this driver."""
+        """Variables for processes that use this driver."""
         outer = os.environ.get("LD_LIBRARY_PATH")
         path = os.pathsep.join([str(library_directory()), *([outer] if outer else [])])
         return {"LD_LIBRARY_PATH": path, "CUDA_STUB": str(self.root)}
 
     def say(self, *lines: str) -> None:
-        """From now on the driver misbehaves like that, and in no other way."""
+        """Replaces the faults of the driver by these."""
         fresh = self.root / "faults.new"
         fresh.write_text("".join(f"{line}\n" for line in lines))
         fresh.replace(self.root / "faults")

@@ -1,4 +1,4 @@
-"""What the fake provider answers before any dialect: deterministic, and telling the tiers apart; knows no wire format.
+"""What the fake provider answers, without a wire format: deterministic, with the dialect and model in the text.
 
 By default a model echoes: `[anthropic claude-x] What is a mill?`. With tools, `tool_choice` required or a named one
 makes it call (all tools when several may be called at once). POST /_fake/answers sets another answer for every request

@@ -13,10 +13,10 @@ from tests.rigs.fake_provider.answers import CREATED, FINGERPRINT, Answer, call_
 
 _STOPS = {"stop_sequence": "stop", "pause_turn": "stop", "context": "length"}
 KEEP_ALIVE = b": keep-alive\n\n"
-"""OpenAI's own API sends none; many that speak its dialect do, in words of their own."""
+"""OpenAI's own API sends none; many compatible services do, with other texts."""
 
 Frame = tuple[str, bytes]
-"""What it is for the fault injector (role, content, finish, usage, done), and its bytes."""
+"""The kind of a frame, for faults (role, content, finish, usage, done), and its bytes."""
 
 
 def usage(answer: Answer, prompt_tokens: int, choices: int = 1) -> dict[str, Any]:

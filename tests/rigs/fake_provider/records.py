@@ -53,7 +53,7 @@ class Work:
 
 @contextlib.contextmanager
 def recorded(record: Record) -> Iterator[None]:
-    """Marks how the request ended; a client that left cancels its handler, or breaks a write."""
+    """Marks the request as ended, and as disconnected if the client left: that cancels the handler or fails a write."""
     try:
         yield
     except (asyncio.CancelledError, ConnectionError):

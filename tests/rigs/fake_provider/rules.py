@@ -1,6 +1,6 @@
 """Checks a request as strictly as the real APIs would, independent of Headgate's translators; answers nothing.
 
-A rule raises RefusedError with the words and the codes of the API it stands for.
+A rule raises RefusedError with the message and the code of the real API.
 """
 
 from __future__ import annotations
@@ -175,9 +175,10 @@ def _reasoning_effort(body: Mapping[str, Any]) -> None:
 
 
 def _reasoning_model(body: Mapping[str, Any]) -> None:
-    """What OpenAI's models that reason take no more; GPT-5.1 and later ones sample while their effort is none.
+    """Refuses parameters that OpenAI's reasoning models do not support.
 
-    That is its default from GPT-5.1 to GPT-5.4, but for the variants that know no such effort.
+    GPT-5.1 and later ones support sampling with the effort `none`, which is the default from GPT-5.1 to GPT-5.4,
+    except for variants without this effort.
     """
     match = re.match(r"(o1|o3-mini|o\d|gpt-5(?!-chat)(\.\d)?)", body["model"])
     if match is None:
@@ -246,11 +247,11 @@ def _openai_message(message: Any, path: str, open_calls: set[str], flavor: str) 
 
 
 _GOOGLES = frozenset(("name", "extra_content"))
-"""Fields that Google's address knows of any message."""
+"""Fields that Google's address accepts in any message."""
 
 
 def _google_message(message: Mapping[str, Any], path: str) -> None:
-    """A result has its function's name there, the arguments of a call are an object."""
+    """Google requires the function's name in a tool result, and an object as arguments of a call."""
     if message["role"] == "tool" and not message.get("name"):
         raise RefusedError(f"* GenerateContentRequest.{path}.function_response.name: Name cannot be empty.")
     for call in message.get("tool_calls") or ():
@@ -346,7 +347,7 @@ def anthropic(body: Mapping[str, Any], version: str, *, counting: bool = False) 
 
 
 def _generation(model: str) -> tuple[int, int]:
-    """4.6 of `claude-opus-4-6-20260101`; a name that tells none is old enough for everything."""
+    """(4, 6) for `claude-opus-4-6-20260101`; (0, 0), to which no rule of newer models applies, for other names."""
     match = re.fullmatch(r"claude-[a-z]+-(\d)(?:-(\d))?(?:-\d{8})?", model)
     return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
 

@@ -1,4 +1,4 @@
-"""The fake provider's HTTP server: routes, keys and controls; payloads and streams are other files' business."""
+"""The fake provider's HTTP server: routes, keys and controls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handle = Callable[[web.Request, Record, str], Awaitable[web.StreamResponse]]
 MODELS = ("fake-large", "fake-small")
 BODY_LIMIT = 32 * 2**20
 AZURE = "/openai/v1"
-"""Azure's address: OpenAI's models and rules, streams with what its filters found."""
+"""Azure's address: OpenAI's models and rules, and results of a content filter in streams."""
 PREFIXES: Mapping[str, str] = {"/v1": "openai", AZURE: "openai", "/v1beta/openai": "google"}
 
 
@@ -273,7 +273,7 @@ class FakeProvider:
                 return _refused(record, openai_wire.GOOGLE_BAD_KEY, 400)
             delay = retry if isinstance(retry, (int, float)) else None
             payload: Any = openai_wire.google_error(status, f"{model}: error {status}", retry_delay=delay)
-            headers = {}  # Google says when to come back in the body alone
+            headers = {}  # Google sends the retry delay in the body only
         else:
             payload = _filled(
                 openai_wire.STATUS_ERRORS.get(status, openai_wire.STATUS_ERRORS[500]), key=key, model=model

@@ -16,7 +16,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def strictly(kind: Any, payload: Any) -> Any:
-    """`payload` as `kind` (a model or a union of models); AssertionError naming unknown fields."""
+    """`payload` as `kind` (a model or a union of models). Raises ValidationError, AssertionError for unknown fields."""
     read = _adapter(kind).validate_python(payload, strict=True)
     assert not (unknown := list(_unknown(read, ""))), f"unknown fields: {unknown}"
     return read
