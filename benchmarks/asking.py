@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(request)
 
     async def answer(self, request: bytes) -> Reply:
-        """Returns the complete answer. Raises TimeoutError."""
+        """Returns the complete or the broken answer. Raises TimeoutError."""
         came = asyncio.get_running_loop().create_future()
         self.ask(request, lambda reply: None if came.done() else came.set_result(reply))
         async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         return reply
 
     async def begin(self, request: bytes) -> Reply:
-        """Returns when the first content has arrived; the answer continues. Raises TimeoutError."""
+        """Returns when the first content has arrived, or the answer has ended without any. Raises TimeoutError."""
         began = asyncio.get_running_loop().create_future()
         self._on_first = lambda: None if began.done() else began.set_result(None)
         self.ask(request, lambda _: self._on_first())

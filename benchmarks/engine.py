@@ -4,7 +4,8 @@ Every round sends the same prompts to all systems in random order, and ratios ar
 load of the machine affects all systems. The last lines are one BAR per target. Raw samples go to
 benchmarks/results/engine.json.
 
-Environment: MODELS (15m,135m,1b), STREAMS (1,8,32), QUICK=1 (at most five minutes), ROUNDS, HEADGATE_PEERS_DIR.
+Environment: MODELS (15m,135m,1b), STREAMS (1,8,32), SYSTEMS (worker,chain,llama-server,llama_cpp.server), QUICK=1 (at
+most five minutes), ROUNDS, HEADGATE_PEERS_DIR.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Prompts:
         self._begun: set[tuple[str, ...]] = set()
 
     def text(self, tokens: int) -> str:
-        """A new text of that many tokens."""
+        """A new text of `tokens` tokens."""
         while True:
             words = self._random.choices(self._words, k=tokens)
             if (beginning := tuple(words[:2])) not in self._begun:

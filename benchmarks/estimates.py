@@ -2,9 +2,9 @@
 
     python -m benchmarks.estimates      every combination; QUICK=1 for some of them (at most five minutes)
 
-Real workers load random-weight models of five families (dense, GQA, experts, sliding window, hybrid) on the CPU and on
-simulated devices: several contexts, KV types, layers on the accelerator, parallel sequences, experts in host memory,
-and splits over two devices. Refusals are timed at the service: cached (the model was measured before) and uncached.
+Real workers load random-weight models of six families (dense, GQA, experts, sliding window, hybrid, recurrent) on the
+CPU and on simulated devices: several contexts, KV types, layers on the accelerator, parallel sequences, experts in host
+memory, and splits over two devices. Refusals are timed at the service: cached (the model was measured before) and not.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _refused(stack: Stack) -> None:
         assert error.code == 503
         error.read()
         return
-    raise AssertionError("it was not refused")
+    raise AssertionError("the request was not refused")
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
     PARTS=throughput,shared,prefix ROUNDS=5 PACE=0.06 SECONDS=20; QUICK=1: at most five minutes
 
 `throughput`: one and four nodes, whose simulated devices take PACE seconds for each computation without use of the CPU,
-so that the cores of this machine do not decide. Twice as many clients as the four nodes have slots hold conversations.
+so that the cores of this machine do not matter. The number of clients is twice the slots of the four nodes.
 `shared`: one connection at a fixed rate to gateways with and without `state:`, in short samples in random order.
 `prefix`: conversations of 20 turns with one and four nodes; a hit is a token of earlier turns that was not computed.
 
@@ -56,7 +56,7 @@ ALONE, SHARED, LIMITED, SHARED_LIMITED = "alone", "shared", "limits", "shared li
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes of a run. `rounds` of throughput and prefix; `samples` of `sample_seconds` of the part `shared`."""
+    """Sizes of a run: `rounds` of throughput, half of them of prefix; `samples` of `sample_seconds` of `shared`."""
 
     rounds: int = 5
     pace_seconds: float = 0.06
@@ -89,7 +89,7 @@ class Hits:
 
     @property
     def share(self) -> float:
-        """Hits."""
+        """The share of these tokens that were not computed."""
         return self.cached / max(1, self.reusable)
 
 
@@ -108,7 +108,7 @@ class Found:
         return [1000 * (ours - theirs) for ours, theirs in pairs]
 
     def shares(self, nodes: int) -> list[float]:
-        """Hits by round."""
+        """The shares of hits by round."""
         return [one.share for one in self.hits if one.nodes == nodes]
 
 
@@ -197,7 +197,7 @@ class Talk:
         return sum(turn.tokens_until(until) for turn in turns) / seconds, used
 
     async def hits(self, nodes: int) -> Hits:
-        """Conversations of many turns at once."""
+        """The hits of many concurrent conversations."""
         lengths = (LONG_ANSWER_TOKENS, LONG_ANSWER_TOKENS)
         talks = (self.conversation(f"talk {n}", LONG_TURNS, lengths, float("inf")) for n in range(CONVERSATIONS))
         reusable = cached = moves = 0

@@ -83,7 +83,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def growth_percent(points: Sequence[tuple[float, float]]) -> float:
-    """Rise of the regression line over the whole time, in percent of the median."""
+    """Rise of the regression line over the whole time, in percent of the median; NaN of fewer than three points."""
     if len(points) < 3:
         return math.nan
     level = median(value for _, value in points)
@@ -91,7 +91,7 @@ def growth_percent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def spread_percent(points: Sequence[tuple[float, float]]) -> float:
-    """The largest value, in percent above the median."""
+    """How far the largest value is above the median, in percent; NaN without values."""
     values = [value for _, value in points]
     level = median(values) if values else 0
     return 100 * (max(values) / level - 1) if level else math.nan

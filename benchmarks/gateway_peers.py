@@ -1,7 +1,7 @@
 """Installs the gateways that Headgate is compared with, outside the repository.
 
 `python -m benchmarks.gateway_peers` installs LiteLLM's proxy from PyPI and Portkey's gateway from npm, each into a
-directory of its own below HEADGATE_PEERS_DIR (default: the user's cache). What is not there is not measured.
+directory of its own below HEADGATE_PEERS_DIR (default: the user's cache). Missing ones are not measured.
 """
 
 from __future__ import annotations
@@ -77,4 +77,4 @@ def _run(argv: list[str]) -> None:
 if __name__ == "__main__":
     install()
     for name, found in ((LITELLM, litellm()), (PORTKEY, portkey())):
-        print(f"{name}: {found.version if found else 'not there'}")
+        print(f"{name}: {found.version if found else 'not installed'}")

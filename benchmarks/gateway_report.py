@@ -121,7 +121,7 @@ def _failed(found: Results) -> Iterator[str]:
         yield ""
         yield "what a first tier that does not answer adds, ms: median [least .. most]"
     for one in found.failed:
-        how = "its breaker is open" if one.is_open else "it is asked"
+        how = "its breaker is open" if one.is_open else "it gets the request"
         added = [seconds - median(one.without) for seconds in one.seconds]
         yield f"  {one.kind:<10} {how:<22} {Middle.of(added).text(2, 1e3)} ({len(added)} requests)"
 
@@ -215,7 +215,7 @@ def bars_gone(found: Results) -> Iterator[Bar]:
 
 
 def _p99(seconds: Sequence[float]) -> float:
-    """Formats milliseconds."""
+    """The 99th percentile in milliseconds."""
     return percentile(seconds, 0.99) * 1e3
 
 
@@ -228,7 +228,7 @@ def show(found: Results) -> None:
         print(bar.line())
     for name in (LITELLM, PORTKEY):
         if found.crowds and all(one.system != name for one in found.crowds):
-            print(f"{name} is not there and was not measured; `python -m benchmarks.gateway_peers` installs it")
+            print(f"{name} is not installed and was not measured; `python -m benchmarks.gateway_peers` installs it")
 
 
 if __name__ == "__main__":

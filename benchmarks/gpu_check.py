@@ -85,7 +85,7 @@ def part_process(name: str, path: Path, target: Target) -> int:
 
 def _leave(_signal: int, _frame: object) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit("its time was over")
+    raise SystemExit("the time limit of the part was over")
 
 
 async def first_device(target: Target) -> Reading | None:
@@ -99,7 +99,7 @@ async def first_device(target: Target) -> Reading | None:
 
 
 def main(argv: Sequence[str] = sys.argv[1:], environ: Mapping[str, str] = os.environ) -> int:
-    """Runs the parts and prints the table. Status 0 also without a GPU and with figures that fall short."""
+    """Runs the parts and prints the table. Status 2 for invalid variables, else 0, also without a GPU."""
     try:
         target = Target.of(environ)
         names = gpu_table.selected(PARTS, environ.get("PARTS", ""))

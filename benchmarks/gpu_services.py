@@ -285,7 +285,7 @@ def kv_rows(found: kv.Paths) -> Iterator[Row]:
             "kv",
             f"first token, {path}, s",
             f"{Middle.of(found.seconds[path]).value:.3f}, {ratio:.3f} of the prefill",
-            f"at most {target}" if not found.missed[path] else "restored: it was not",
+            f"at most {target}" if not found.missed[path] else "a restore; it was computed",
             reached=not found.missed[path] and ratio <= target,
         )
     differing = sum(found.texts.values()), sum(found.numbers.values())

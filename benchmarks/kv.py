@@ -56,17 +56,17 @@ TOKENS = 4096
 ANSWER_TOKENS = 16
 DEVICES = {"cpu": "cpu", "sim": "sim:2x4GiB", "gpu": "auto"}
 KV_TYPES = {"f16": 2.0, "q8_0": 34 / 32}
-"""Bytes of a value."""
+"""Bytes of a value in the KV cache."""
 PATHS = {"ram": 0.15, "unloaded": 0.15, "killed": 0.3, "moved": 0.15, "disk": 0.3, "restarted": 0.3}
-"""The most of the time of a prefill that each path may take."""
+"""The largest allowed share of the time of a prefill, by path."""
 DISK_RATIO = 0.7
-"""The least rate of restores from disk over that of reading a file."""
+"""The smallest allowed rate of restores from disk, relative to reading a file."""
 CONVERSATIONS, SLOTS = 40, 8
 TURN_TOKENS = {"15m": 1024, "135m": 1024, "1b": 384}
 """Tokens of an alternating conversation: on two cores a prefill of 40 of them takes about two minutes."""
 QUESTION_TOKENS = 16
 RESTORES = 5
-"""From host RAM in each round."""
+"""Restores from host memory in each round."""
 MISS_TOKENS, MISSES = 512, 10
 PAUSE_SECONDS = 0.2
 """Time between two requests to conversations beside the streams."""
@@ -195,7 +195,7 @@ class Bench:
         self.post(f"/models/{MODEL_ID}/move", {"device": "gpu-1" if here == "gpu-0" else "gpu-0"})
 
     def settle(self) -> list[Path]:
-        """Waits until files are written; all of them."""
+        """Waits until the files of stored sequences are written; returns them."""
         before: list[tuple[Path, int]] | None = None
         while True:
             now = sorted((path, path.stat().st_size) for path in self.disk.rglob("*") if path.is_file())

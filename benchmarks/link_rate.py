@@ -49,7 +49,7 @@ def rates(count_bytes: int) -> dict[str, float]:
         "back": _rate(count_bytes, lambda: copied("cuMemcpyDtoH_v2", back, address)),
     }
     if ctypes.string_at(back, count_bytes) != pattern:
-        raise DriverError("what came back from the device is not what was copied there")
+        raise DriverError("the bytes copied back from the device differ from those copied to it")
     return found
 
 

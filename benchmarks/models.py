@@ -180,7 +180,7 @@ class Blocks:
         self._next = 0
 
     def take(self, size: tuple[int, ...], deviation: float) -> np.ndarray:
-        """A tensor (.., rows, columns) as bytes (.., rows, row bytes), its weights about `deviation` from zero."""
+        """A tensor (.., rows, columns) as bytes (.., rows, row bytes), standard deviation of weights `deviation`."""
         *rows, columns = size
         count = math.prod(size) // BLOCK_WEIGHTS
         chosen = (np.arange(count, dtype=np.int64) + self._next) % len(self._pool)

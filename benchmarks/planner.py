@@ -5,7 +5,7 @@
 Each random state has devices of different sizes with foreign use; idle, young, busy, loading, leaving and pinned
 models; demand of one to three times the memory; sometimes a limit on memory or models. The request is for one device,
 several devices (by layer or tensor), or a whole device, of a dense or MoE model, with any of the changes that `fit`
-allows. The time includes preparing the planner's input and garbage collection.
+allows. The time is CPU time of `plan` with garbage collection; the state is made before.
 """
 
 from __future__ import annotations

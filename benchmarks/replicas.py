@@ -4,7 +4,7 @@
 
 Each computation of a device takes at least PACE seconds without use of the CPU, so that two workers on two cores do not
 take time from each other. Four times as many clients as a replica has slots hold conversations through the gateway
-without a pause, each of some turns with answers of different lengths. Rounds alternate between `replicas: 1` and 2.
+without a pause, each of three turns with answers of different lengths. Rounds alternate between `replicas: 1` and 2.
 The throughput counts the tokens that arrived within SECONDS.
 """
 

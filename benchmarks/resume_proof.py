@@ -1,6 +1,6 @@
 """Shows that a resumed greedy answer equals the uninterrupted one, byte for byte, for a cut at every token.
 
-    python -m benchmarks.resume_proof        QUESTIONS=20 EVERY=1 MODELS=demo,demo-mini WAYS=cut,kill TOKENS=32
+    python -m benchmarks.resume_proof        QUESTIONS=20 EVERY=1 MODELS=demo WAYS=cut,kill TOKENS=32
 
 A complete stack with the bundled models and a proxy between its two services. Each question is answered once without a
 fault, and then once for every EVERYth frame with text: there the connection is cut (`cut`), or the worker process is
@@ -133,7 +133,7 @@ class Proof:
             pid = self._stack.worker_pid(model)
             self._proxy.plan(Break(frame, functools.partial(_kill, pid) if way == "kill" else None))
             found = self.ask(model, question)
-            assert found.resumed, "nothing was broken off"
+            assert found.resumed, "the answer was not interrupted"
             assert (self._stack.worker_pid(model) != pid) == (way == "kill")
             same = found == whole
             difference = "" if same else f"{found} instead of {whole}"

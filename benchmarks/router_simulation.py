@@ -60,11 +60,11 @@ PARALLEL = 8
 CACHED_CONVERSATIONS = 80
 """Conversations whose KV cache a node keeps."""
 MAX_LABELS_OF_A_NODE = 2**20
-"""No limit: that of the service is one per model."""
+"""No limit, because that of the service applies to each model."""
 MEAN_LOAD = 12.0
 """Requests in flight per node."""
 SECONDS_BETWEEN_LOSSES = 10.0
-"""A node leaves this often; it returns after AWAY_SECONDS."""
+"""Of 1,000 nodes one leaves this often (of fewer more rarely); it returns after AWAY_SECONDS."""
 AWAY_SECONDS = 30.0
 WARM_UP_SECONDS, MEASURED_SECONDS = 240.0, 120.0
 NEEDS = frozenset(("chat",))

@@ -67,7 +67,7 @@ LEARNED = "learned"
 
 
 def edit(turn: int) -> tuple[str, str]:
-    """A file, and the same file with another name for a variable and without a comment."""
+    """A file, and the same file with another name for a variable and without some lines."""
     source = (ROOT / "benchmarks" / "figures.py").read_text()
     lines = source.splitlines(keepends=True)[14 + turn :]
     names = (("value", "number"), ("target", "limit"), ("ratios", "quotients"), ("least", "smallest"))

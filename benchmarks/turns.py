@@ -84,7 +84,7 @@ class Samples:
 
     @property
     def absences(self) -> list[float]:
-        """Seconds from a model's last use in a turn until it was ready again; one per swap."""
+        """Seconds from the moment a model took no new requests until it was ready again; one per swap."""
         return [there - gone for model in MODELS for gone, there in _absences(self.states, model)]
 
     @property
@@ -182,7 +182,7 @@ class Bench:
             "Content-Type": "application/json",
             "x-headgate-priority": priority,
         }
-        error = "it had no end"
+        error = "the answer had no end"
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             answer = connection.getresponse()
@@ -199,7 +199,7 @@ class Bench:
         finally:
             connection.close()
         if first is None:
-            first, error = self._now(), error or "it had no content"
+            first, error = self._now(), error or "the answer had no content"
         return Answer(model, bool(body["stream"]), began, first - began, self._now() - began, error)
 
 
@@ -222,7 +222,7 @@ def tables(found: Sequence[Samples]) -> Iterator[str]:
 
 
 def bars(found: Sequence[Samples], swaps: int) -> Iterator[Bar]:
-    """Bars: no failed request, and no wait that is longer than an absence."""
+    """Bars: no failed request, no wait above MAX_ABSENCES, and no silence longer than an absence."""
     for samples in found:
         longest = max(samples.absences, default=float("nan"))
         yield Bar(f"turns_swaps_{samples.name}", len(samples.absences), "swaps", ">=", swaps)

@@ -64,6 +64,7 @@ _STREAM_HEAD = (
 _STREAM = _STREAM_HEAD + _ROLE + TOKEN * ANSWER_TOKENS + _LAST
 _JOINED = _STREAM_HEAD + _ROLE + TOKEN + _chunk(b'{"content":"%b"}' % (_WORD * (ANSWER_TOKENS - 1)).encode()) + _LAST
 UNREAD_MILLISECONDS = 100
+"""With a stream interval from this on, all tokens but the first are sent as one chunk."""
 
 
 def _cloud_chunk(delta: bytes, finish: bytes = b"null", usage: bytes = b"null") -> bytes:
@@ -171,15 +172,15 @@ _OTHERS: Mapping[bytes, bytes] = {
     b"/livez": _json(b"200 OK", {"status": "ok"}),
     b"/events": _STREAM_HEAD + _framed(b"event: snapshot\ndata: " + _SNAPSHOT + b"\n\n"),
 }
-_NOTHING = _json(b"404 Not Found", error_body(Code.NOT_FOUND, "there is nothing here"))
+_NOTHING = _json(b"404 Not Found", error_body(Code.NOT_FOUND, "unknown path"))
 _REFUSAL = _json(b"503 Service Unavailable", error_body(Code.MODEL_FAILED, "the model failed"))
 _BEAT = _framed(b'event: beat\ndata: {"number":1}\n\n')
 BEAT_SECONDS = 5.0
 
 
 class Upstream:
-    """The service on a port of loopback, an async context manager. `on_left` is called when a stream's client
-    leaves."""
+    """The service on a port of loopback, an async context manager. `on_left` is called when the client
+    of a paced or endless answer disconnects."""
 
     def __init__(self, tokens: int = 250) -> None:
         """`tokens`: of a paced answer."""
@@ -217,7 +218,7 @@ class Upstream:
         return f"http://127.0.0.1:{self.port}"
 
     def join(self, connection: _Connection) -> int:
-        """Adds a paced stream and returns its place."""
+        """Adds a paced stream and returns its phase."""
         self._joined += 1
         phase = self._joined % PHASES
         self._phases[phase].add(connection)

@@ -79,7 +79,7 @@ def test_link_is_measured_by_the_driver_in_a_separate_process(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("corrupt", "what came back from the device is not what was copied there"),
+        ("corrupt", "the bytes copied back from the device differ from those copied to it"),
         ("error cuMemHostAlloc 999", "cuMemHostAlloc failed with CUDA_ERROR_UNKNOWN (999)"),
     ],
 )

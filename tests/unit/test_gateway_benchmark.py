@@ -88,11 +88,11 @@ def test_peer_that_was_not_measured_is_named(capsys: pytest.CaptureFixture[str])
     found.crowds = [one for one in found.crowds if one.system != "portkey"]
     gateway_report.show(found)
     output = capsys.readouterr().out
-    assert "portkey is not there and was not measured" in output
-    assert "litellm is not there" not in output
+    assert "portkey is not installed and was not measured" in output
+    assert "litellm is not installed" not in output
     found.crowds = [replace(one, kind=CLOUD_WHOLE) for one in found.crowds]
     gateway_report.show(found)
-    assert "litellm is not there" not in capsys.readouterr().out
+    assert "litellm is not installed" not in capsys.readouterr().out
 
 
 def _chat(service: Upstream, model: str, *, stream: bool) -> bytes:

@@ -105,7 +105,7 @@ def test_stored_sequences_are_compared_with_their_prefill_and_with_copies() -> N
     assert rows["first token, ram, s"].value == "1.000, 0.100 of the prefill"
     assert (rows["first token, disk, s"].reached, rows["first token, disk, s"].expected) == (
         False,
-        "restored: it was not",
+        "a restore; it was computed",
     )
     assert not rows["answers, log probabilities that differ"].reached
     assert rows["restore from ram, GB/s"].expected == "10.00 by a copy in memory"
