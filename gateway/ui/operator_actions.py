@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 from urllib.parse import quote
 
@@ -76,19 +77,32 @@ def _action(name: str) -> Action:
 
 
 async def _known(node: Node, model: str) -> tuple[str, ModelStatus]:
-    """The id and status of a model or of one of its replicas."""
+    """The name and status of a model, or of one of its replicas."""
     view = node.view
     await view.ensure(VIEW_SECONDS)
-    if not view.models:
+    if not view.is_fresh:
         raise RefusedError(Code.NO_TIER_AVAILABLE, "the inference service does not answer; try again", retry_after=2.0)
     name = view.aliases.get(model, model)
-    status = view.models.get(name) or view.models.get(name.partition("@")[0])
-    if status is None or (name != status.id and name not in [item.id for item in status.replicas]):
-        known = ", ".join(view.models)
+    status = view.models.get(name) or _replica(view.models.get(name.rpartition("@")[0]), name)
+    if status is None:
+        known = ", ".join(view.models) or "none"
         raise RequestError(
             Code.MODEL_NOT_FOUND, f"unknown local model {model[:100]!r}; models: {known[:1000]}", param="model"
         )
     return name, status
+
+
+def _replica(model: ModelStatus | None, name: str) -> ModelStatus | None:
+    """The status of the replica NAME@1, NAME@2, ... of a model, as of a model of its own; None if there is none."""
+    if model is None:
+        return None
+    for item in model.replicas:
+        if name == (f"{model.id}@1" if item.id == model.id else item.id):
+            return replace(
+                model, id=name, state=item.state, devices=item.devices, actual_bytes=item.actual_bytes,
+                in_flight=item.in_flight, queued=item.queued, replicas=(),
+            )  # fmt: skip
+    return None
 
 
 async def _devices(node: Node) -> dict[str, dict[str, Any]]:

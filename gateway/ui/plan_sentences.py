@@ -81,7 +81,7 @@ def move(status: ModelStatus, device: Mapping[str, Any]) -> Forecast:
     amount = "" if need is None else f": {format_bytes(need)} of {format_bytes(room)} free there"
     sentences = [f"Moves {status.id} from {' and '.join(status.devices)} to {target}{amount}."]
     if need is not None and need > room:
-        sentences.append(f"Idle models on {target} are evicted if that is enough; otherwise it stays where it is.")
+        sentences.append(f"Idle models on {target} are evicted if that is enough; otherwise {status.id} stays.")
     return Forecast(True, [*sentences, *_waits(status)])
 
 

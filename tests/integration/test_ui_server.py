@@ -17,7 +17,7 @@ import pytest
 from gateway.ui import live_feed
 from gateway.ui.live_feed import Viewer
 from gateway.ui.ui_routes import PageFiles
-from inference.protocol import Code, ModelState, ModelStatus
+from inference.protocol import Code, ModelState, ModelStatus, ReplicaStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import ADMIN, CONFIG, KEY, MESSAGES, Gateway
 from tests.rigs.page_rig import Page
@@ -339,6 +339,37 @@ async def test_actions_check_their_arguments(gateway: Gateway, fake: FakeInferen
         refused = await page.post("/ui/api/devices/gpu-0/recover")
         assert refused.status_code == 404, "this service has no such path"
         assert refused.json()["error"]["code"] == Code.INVALID_REQUEST
+
+
+async def test_plan_for_a_replica_is_about_this_replica(gateway: Gateway, fake: FakeInference) -> None:
+    replicas = (
+        ReplicaStatus("demo", ModelState.READY, ("gpu-0",), in_flight=2),
+        ReplicaStatus("demo@2", ModelState.READY, ("gpu-1",)),
+    )
+    fake.models["demo"] = replace(
+        fake.models["demo"], devices=("gpu-0", "gpu-1"), in_flight=2, replicas=replicas
+    )  # fmt: skip
+    await gateway.look()
+    async with Page.signed_in(gateway.url, ADMIN) as page:
+        for name, sentences in (
+            ("demo", ["Unloads demo from gpu-0 and gpu-1.", "2 running requests may finish first."]),
+            ("demo@1", ["Unloads demo@1 from gpu-0.", "2 running requests may finish first."]),
+            ("demo@2", ["Unloads demo@2 from gpu-1."]),
+        ):
+            planned = await page.post("/ui/api/plan", {"model": name, "action": "unload"})
+            assert planned.json()["sentences"] == sentences, planned.text
+        unknown = await page.post("/ui/api/plan", {"model": "demo@3", "action": "unload"})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+
+
+async def test_plan_with_a_service_without_models_names_the_model(gateway: Gateway, fake: FakeInference) -> None:
+    """The service answers, so the error is not that it does not."""
+    fake.models.clear()
+    await gateway.look()
+    async with Page.signed_in(gateway.url, ADMIN) as page:
+        planned = await page.post("/ui/api/plan", {"model": "demo", "action": "unload"})
+    assert planned.status_code == 404
+    assert planned.json()["error"]["message"] == "unknown local model 'demo'; models: none"
 
 
 @pytest.mark.parametrize("admin_key", ["", "of-the-service"])

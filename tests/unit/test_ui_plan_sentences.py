@@ -82,7 +82,7 @@ def test_offload_and_restart() -> None:
     [
         (READY, "gpu-1", True, [
             "Moves demo from gpu-0 to gpu-1: 310.0 MiB of 100.0 MiB free there.",
-            "Idle models on gpu-1 are evicted if that is enough; otherwise it stays where it is.",
+            "Idle models on gpu-1 are evicted if that is enough; otherwise demo stays.",
         ]),
         (ModelStatus("demo", ModelState.READY, devices=("gpu-1",), actual_bytes=MIB), "gpu-0", True,
          ["Moves demo from gpu-1 to gpu-0: 1.0 MiB of 600.0 MiB free there."]),

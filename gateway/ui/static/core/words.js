@@ -29,6 +29,7 @@ export const REASONS = {
   breaker_open: "the breaker was open",
   held: "the queue was full, and the stated wait was not over",
   no_smaller: "no smaller local model was ready or fitted",
+  no_node: "no inference service could take the request",
   cannot_fit: "the model could not be loaded",
   budget_spent: "the time or the attempts of the request were spent",
   little_room: "a later model has more room for the answer",
