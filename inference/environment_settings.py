@@ -44,6 +44,8 @@ AT_START = frozenset(
         "tls_client_ca",
         "backend",
         "devices",
+        "enable_lazy_model_loading",
+        "warm_checkpoint",
         "max_body_mb",
         "load_timeout_seconds",
         "estimate_timeout_seconds",
