@@ -32,7 +32,6 @@ class FakeBackend:
     them is raised. `gate`, when set, holds every decode until it is released.
     """
 
-    say: bytes = b"abcdefgh"
     can_trim: bool = True
     slots: int = 8
     fates: deque[Decode | BaseException] = field(default_factory=deque)

@@ -3,7 +3,7 @@
  * roles are explicit: with another `display` an element loses its role.
  */
 
-import { NONE } from "../core/format.js";
+import { NONE, missing } from "../core/format.js";
 import { html, useState } from "../vendor/preact-htm.js";
 import { memo } from "./memo.js";
 import { Empty } from "./status.js";
@@ -16,7 +16,7 @@ import { Empty } from "./status.js";
  * @property {boolean} [numeric]
  * @property {string} [style]  a class of its cells
  * @property {function(any, any): any} cell  its content, from the row and the context of the table
- * @property {function(any): ?number|string} [sort]  the value to sort by, null (not undefined) comes last
+ * @property {function(any): ?number|string} [sort]  the value to sort by; rows without one come last
  */
 
 const cellClass = (column, more = "") => `${column.numeric ? "num " : ""}${column.style || ""}${more}`.trim() || undefined;
@@ -45,8 +45,7 @@ function Header({ column, order, onSort }) {
 }
 
 function compare(a, b) {
-  const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
-  if (noA || noB) return noA - noB;
+  if (missing(a) || missing(b)) return missing(a) - missing(b);
   return a < b ? -1 : a > b ? 1 : 0;
 }
 
@@ -56,7 +55,7 @@ function ordered(rows, columns, order) {
   const sign = order.down ? -1 : 1;
   return rows
     .map((row) => [column.sort(row), row])
-    .sort(([a], [b]) => (a === null || b === null ? compare(a, b) : sign * compare(a, b)))
+    .sort(([a], [b]) => (missing(a) || missing(b) ? compare(a, b) : sign * compare(a, b)))
     .map(([, row]) => row);
 }
 
