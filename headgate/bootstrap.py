@@ -1,14 +1,14 @@
-"""Set-up: creates `.venv` and installs Headgate and llama.cpp into it. Changes nothing outside `.venv`.
+"""Set-up: creates `.venv` and installs Headgate and llama.cpp into it. Changes nothing else but pip's cache.
 
-It runs with Python 3.11 or newer, and with the modules that it imports needs only the standard library:
+It needs Python 3.11 or newer and no other package:
 
     python3 headgate/bootstrap.py
 
 1. `virtual_environment` creates `.venv`, and pip installs the packages of `requirements.lock` except llama-cpp-python.
 2. `engine_build` compiles llama-cpp-python with ggml's RPC backend (for simulated GPUs) and the backends in CMAKE_ARGS.
 3. A child process checks that the build computes on this CPU (`inference/devices/build_proof_job.py`). If it does
-   not, llama-cpp-python is compiled again with the next of `headgate.build.compile_options`. The stamp file records
-   the arguments that work.
+   not, llama-cpp-python is compiled again with the next of `headgate.build.compile_options`. The stamp file
+   `.venv/headgate.json` records the CMake arguments that work.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ INPUTS = (
 class Stamp:
     """Describes how `.venv` was made.
 
-    `digest` identifies the inputs, `cmake_args` are the user's (kept for rebuilds), `rung` the arguments in use with
-    their `reason`, `compiler` the compiler they were chosen for. `build` is the CPU, libraries and folder for which
-    the build was checked.
+    `digest` identifies the inputs. `cmake_args` are the CMake arguments of the user, kept for rebuilds. `rung` are the
+    CMake arguments of the installed build, `reason` why they were chosen, and `compiler` the compiler that they were
+    chosen for. `build` is the CPU, libraries and folder for which the build was checked.
     """
 
     digest: str
@@ -57,7 +57,7 @@ class Stamp:
 
     @classmethod
     def read(cls, path: Path) -> Stamp | None:
-        """The stamp in `path`, or None when `.venv` is not complete."""
+        """The stamp in `path`. None when it is missing or invalid: `.venv` is not complete."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -69,13 +69,16 @@ class Stamp:
 
 
 def digest(root: Path) -> str:
-    """A hash of INPUTS and of the folder of the clone."""
+    """A hash of the content of INPUTS and of the path of the clone."""
     parts = [str(root).encode(), *((root / name).read_bytes() for name in INPUTS)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def split_lock(text: str) -> tuple[list[str], str]:
-    """The lines of the lock without llama-cpp-python, and its line. Raises SetupError when it is not locked."""
+    """The requirements in a lock: those without llama-cpp-python, and the one of llama-cpp-python.
+
+    Raises SetupError unless exactly one line is for llama-cpp-python.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     engine = [line for line in lines if re.split(r"[=<>~!; ]", line)[0].lower().replace("_", "-") == ENGINE]
     if len(engine) != 1:
@@ -99,7 +102,7 @@ class Setup:
         return cls(environment, EngineBuild(environment, cpu), cpu)
 
     def run(self) -> None:
-        """Installs what is missing. Returns quickly when `.venv` is complete."""
+        """Installs what is missing. Returns quickly when `.venv` is complete. Raises SetupError."""
         environment = self._environment
         found = Stamp.read(self._stamp) if environment.python.exists() else None
         made_of = digest(environment.root)
@@ -136,14 +139,14 @@ class Setup:
         return build == asdict(Build.at(Path(build.get("place", self._environment.root)), self._cpu))
 
     def _computes_here(self, found: Stamp) -> bool:
-        """Checks a build after a change of CPU or libraries. Updates the stamp when it computes."""
-        print("Checking the build of llama.cpp: the CPU or the libraries changed.", file=sys.stderr)
+        """Whether the build computes after a change of CPU, libraries or folder. Updates the stamp if it does."""
+        print("Checking the build of llama.cpp: the CPU, the libraries or their folder changed.", file=sys.stderr)
         try:
             failure = self._engine.proof()
         except SetupError as error:
             failure = str(error)
         if failure is not None:
-            print(f"  {failure}; installing it again for {self._cpu}", file=sys.stderr)
+            print(f"  {failure}; compiling llama.cpp again for {self._cpu}", file=sys.stderr)
             return False
         replace(found, build=asdict(Build.at(self._engine.package(), self._cpu))).write(self._stamp)
         return True
@@ -160,7 +163,7 @@ def main(
     root: Path = ROOT,
     setup: Callable[[Path, Mapping[str, str]], Setup] = Setup.at,
 ) -> int:
-    """Sets up the clone at `root`. Returns the exit status: 1 after a printed error."""
+    """Sets up the clone at `root`. Returns the exit status: 1 after an error (printed), 130 after Ctrl-C."""
     if sys.platform == "win32":
         print("headgate: Windows is not supported (docs/decisions.md explains why); use WSL 2", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
-"""The CPU, the C++ compiler, and the ways to compile llama.cpp for them: CMake arguments and their alternatives.
+"""The CPU, the C++ compiler, and the CMake arguments with which llama.cpp can be compiled for them.
 
 It needs only the standard library, because the set-up uses it before packages are installed.
-`python -m headgate.build` prints the machine.
+`python -m headgate.build` prints the CPU and the number of usable cores.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 KEEP_STORES = "-fno-tree-dse -fno-dse"
 """GCC flags that disable the removal of dead stores; both are needed."""
 GCC_WITH_RIGHT_AMX = (13,)
-"""GCC 12.2 treats `_tile_loadconfig` as a read of 8 of its 64 bytes and removes the other stores, so that `ldtilecfg`
-faults in every matrix product with AMX.
+"""The first GCC without this defect: GCC 12.2 treats `_tile_loadconfig` as a read of 8 of its 64 bytes and removes the
+other stores, so that `ldtilecfg` faults in every matrix product with AMX.
 """
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -121,7 +121,9 @@ class Compiler:
 
 
 def compiler_of_macros(text: str) -> Compiler:
-    """The compiler with these predefined macros (the output of `c++ -dM -E -x c++ /dev/null`)."""
+    """The compiler with these predefined macros (the output of `c++ -dM -E -x c++ /dev/null`); `Compiler()` for others
+    than GCC and Clang.
+    """
     macros = dict(re.findall(r"^#define (__\w+__) (\d+)$", text, re.MULTILINE))
     for name, prefix, parts in (
         ("clang", "__clang_", ("major__", "minor__", "patchlevel__")),
@@ -134,7 +136,7 @@ def compiler_of_macros(text: str) -> Compiler:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """One way to compile: the value of CMAKE_ARGS (the user's arguments first) and the reason for it."""
+    """One way to compile: CMake arguments (with those of the user) and the reason for them."""
 
     arguments: str
     reason: str
@@ -143,11 +145,11 @@ class CompileOptions:
 def compile_options(
     cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = ""
 ) -> tuple[CompileOptions, ...]:
-    """The ways to compile llama.cpp, the fastest first. Each later one is more cautious: with safer flags, then
-    with fewer instructions.
+    """The ways to compile llama.cpp, with the fastest build first. Each later one is safer: with other compiler
+    flags, then with fewer instruction sets.
 
-    `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. When the user chooses the
-    instruction sets, no others are tried. Raises ValueError for unbalanced quotes.
+    `arguments` is the user's CMAKE_ARGS and `cxx_flags` the user's CXXFLAGS. All results contain the arguments. If they
+    choose the instruction sets, no other sets are tried. Raises ValueError for unbalanced quotes.
     """
     words = _words(arguments)
     uses_amx = _uses_amx(words, cpu)
@@ -205,8 +207,9 @@ def _uses_amx(words: Sequence[str], cpu: Cpu) -> bool:
 
 
 def _with_flags(words: Sequence[str], cxx_flags: str) -> str:
-    """The arguments with KEEP_STORES added to their C++ flags, or else to CXXFLAGS, which CMake ignores beside
-    CMAKE_CXX_FLAGS.
+    """The arguments with KEEP_STORES added to CMAKE_CXX_FLAGS.
+
+    If they do not set it, `cxx_flags` are added, too: CMake ignores the variable CXXFLAGS if CMAKE_CXX_FLAGS is set.
     """
     flags = cxx_flags
     kept = []
@@ -230,7 +233,7 @@ def _added(arguments: str, more: str) -> str:
 # --- this machine -----------------------------------------------------------------------------------------------------
 CPUINFO = Path("/proc/cpuinfo")
 _FIRST_CPU_BYTES = 2**14
-"""Enough for the first CPU in /proc/cpuinfo: the kernel takes milliseconds to describe hundreds of them."""
+"""Enough for the first CPU in /proc/cpuinfo. To list hundreds of CPUs, the kernel takes milliseconds."""
 _QUERY_SECONDS = 20.0
 _LIBRARY = re.compile(r"\.(so|dylib|dll)(\.|$)")
 
@@ -254,7 +257,7 @@ def this_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
 
 
 def compiler_at(path: str) -> Compiler:
-    """The C++ compiler at `path`; unknown when it does not report its version."""
+    """The C++ compiler at `path`; `Compiler()` when it does not report its version."""
     words = [path, "-dM", "-E", "-x", "c++", os.devnull]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_QUERY_SECONDS)
@@ -273,7 +276,7 @@ class Build:
 
     @classmethod
     def at(cls, package: Path, cpu: Cpu | None = None) -> Build:
-        """The build in `package`, the folder of `llama_cpp`, on the CPU of this machine."""
+        """The build in `package`, the folder of `llama_cpp`, on `cpu` (default: that of this machine)."""
         found = hashlib.sha256()
         for path in sorted(package.rglob("*")):
             if _LIBRARY.search(path.name):
@@ -288,7 +291,7 @@ class Build:
 
 
 def main() -> int:
-    """Prints the CPU, its features and the usable cores: the first line of tests and benchmarks."""
+    """Prints the CPU, its features and the number of usable cores. Tests and benchmarks print this line first."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(f"CPU: {this_cpu()}, {cores} cores", flush=True)
     return 0

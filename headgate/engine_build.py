@@ -1,7 +1,7 @@
 """Compiles llama-cpp-python and checks that the build computes on this CPU.
 
-It needs only the standard library, because it runs before packages are installed. pip may have cached a wheel without
-the requested backends, so the installed libraries are searched for each backend, without loading them.
+It needs only the standard library, because it runs before packages are installed. The installed libraries are searched
+for each requested backend, without loading them, because pip may have cached a wheel that lacks one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def _holds(library: Path, backend: str) -> bool:
 
 
 def compiler_path(environ: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> str:
-    """The C++ compiler for the build. Raises SetupError with the command that installs one."""
+    """The path of the C++ compiler for the build: CXX, else the first of c++, g++ and clang++.
+
+    Raises SetupError with the command that installs one.
+    """
     named = environ.get("CXX")
     for name in [named.split()[0]] if named and named.split() else ["c++", "g++", "clang++"]:
         if found := which(name):
@@ -69,9 +72,9 @@ def compiler_path(environ: Mapping[str, str], which: Callable[[str], str | None]
 
 
 def proof_failure(status: int, out: bytes, errors: bytes) -> str | None:
-    """Why a build is unusable, from the exit of the check; None when it computes correctly.
+    """Why a build is unusable, from the exit status and the output of the check; None when it computes correctly.
 
-    Raises SetupError when the check ended before it computed anything.
+    Raises SetupError when the check printed no result, because the build cannot be loaded.
     """
     if status < 0:
         try:
@@ -105,7 +108,7 @@ class EngineBuild:
         """Installs llama-cpp-python with the first of `choices` that computes correctly, and returns these options.
 
         `cmake_args` are the arguments of the user. `changed`: an installed build is compiled again. Raises SetupError
-        when no build computes.
+        when the first of `choices` cannot be compiled, a build cannot be loaded, or no build computes.
         """
         failures = []
         for number, options in enumerate(choices):
@@ -120,7 +123,7 @@ class EngineBuild:
             else:
                 failure = self.proof()
                 if failure is not None and not compiled:
-                    print(f"  {failure}; it came from pip's cache and is compiled again", file=sys.stderr)
+                    print(f"  {failure}; it was not compiled now, so it is compiled again", file=sys.stderr)
                     self._compile(requirement, options.arguments, anew=True)
                     failure = self.proof()
             if failure is None:
@@ -149,16 +152,16 @@ class EngineBuild:
         )
 
     def _compile(self, requirement: str, cmake_args: str, *, anew: bool) -> bool:
-        """Installs llama-cpp-python with all requested backends. Compiles it when the cached build lacks one.
+        """Installs llama-cpp-python with all requested backends. Compiles it when the available build lacks one.
 
-        Returns whether it was compiled, and not taken from pip's cache.
+        Returns whether it was compiled: False if it was installed before or came from pip's cache.
         """
         arguments = f"{OUR_CMAKE_ARGS} {cmake_args}".strip()
         wanted = wanted_backends(arguments)
         self._environment.environ["CMAKE_ARGS"] = arguments
         compiled = self._build(requirement, arguments, anew=anew)
         if (missing := missing_backends(self.package(), wanted)) and not compiled:
-            print(f"  the cached {ENGINE} has no backend {', '.join(missing)}; compiling it again", file=sys.stderr)
+            print(f"  the available {ENGINE} has no backend {', '.join(missing)}; compiling it again", file=sys.stderr)
             compiled = self._build(requirement, arguments, anew=True)
             missing = missing_backends(self.package(), wanted)
         if missing:
@@ -170,10 +173,9 @@ class EngineBuild:
 
     def _build(self, requirement: str, arguments: str, *, anew: bool) -> bool:
         """Installs llama-cpp-python. Returns whether it was compiled; `anew` forces that."""
+        unless = "" if anew else " unless it is installed or pip has cached a build"
         print(
-            f"  {requirement}, {arguments}: compiling from source unless pip has cached a build; "
-            f"4 to 8 minutes on two cores",
-            file=sys.stderr,
+            f"  {requirement}, {arguments}: compiling from source{unless}; 4 to 8 minutes on two cores", file=sys.stderr
         )
         name = re.split(r"[=<>~!; ]", requirement)[0]
         options = ["--no-cache-dir", "--force-reinstall"] if anew else []
@@ -206,7 +208,7 @@ class EngineBuild:
         return failure
 
     def package(self) -> Path:
-        """The folder of `llama_cpp`, found without importing it."""
+        """The folder of `llama_cpp`, found without importing it. Raises CalledProcessError if it is not installed."""
         script = "import importlib.util; print(importlib.util.find_spec('llama_cpp').origin)"
         found = subprocess.run(
             [str(self._environment.python), "-c", script],

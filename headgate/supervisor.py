@@ -1,8 +1,7 @@
-"""Supervises child processes: starts them, restarts them like the container policy `unless-stopped`, stops them in
-order.
+"""Supervises child processes: starts them, restarts them after an exit, and stops them in reverse order.
 
-Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. The kernel kills
-the children when the supervisor ends.
+Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. Children that call
+`child_process.die_with_parent` are killed when the supervisor ends.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LINE_LIMIT = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RestartDelays:
-    """Delays before a restart, as in Docker: doubled after each exit, reset after a run of `healthy_seconds`."""
+    """Delays before a restart, as in Docker: doubled after each exit, reset by a run of `healthy_seconds` or more."""
 
     first_seconds: float = 0.1
     max_seconds: float = 60.0
@@ -36,13 +35,14 @@ class RestartDelays:
 
 @dataclass
 class Child:
-    """One supervised program. `drain_seconds` is the time between SIGTERM and SIGKILL."""
+    """One supervised program. It has `drain_seconds` between the signal that stops it and SIGKILL."""
 
     name: str
     argv: Sequence[str]
     environ: Mapping[str, str]
     drain_seconds: float
     was_ready: bool = False
+    """Whether it has been ready once. The user of the supervisor sets it."""
     process: asyncio.subprocess.Process | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no process runs."""
@@ -50,16 +50,17 @@ class Child:
     """Whether it ended with a usage error, which a restart would repeat: it waits for SIGHUP."""
     starts: int = 0
     last_status: int | None = None
-    """How its last process ended."""
+    """Exit status of its last process, minus the number of the signal that ended it, or None before the first end."""
     task: asyncio.Task[None] | None = None
-    """Keeps it running."""
+    """Runs and restarts it."""
 
 
 class Supervisor:
     """Starts children, restarts them after a delay, and stops them in reverse order.
 
-    `on_line` receives the name of a child and a line of its output, `note` one sentence per decision. A child that
-    exits with status 1, 2 or 70 before it was ready for the first time ends the supervisor.
+    `on_line` receives the name of a child and a line of its output, `note` one sentence per decision. `over` is
+    resolved when a child exits with status 1, 2 or 70 before it was ready for the first time, or when all children
+    wait after a usage error; the caller then calls `stop`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Supervisor:
         self._forced = False
         self.stopping = False
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Resolved with the exit status for `up` when a failed child ends everything."""
+        """The exit status for `up`, after a failure of a child that ends all."""
 
     def begin(self) -> None:
         """Starts the children that do not run, and those that wait after a usage error."""
@@ -94,7 +95,7 @@ class Supervisor:
         self.begin()
 
     async def _keep_running(self, child: Child) -> None:
-        """Runs a child again and again, until it ends with a usage error or `stop` is called."""
+        """Runs a child again and again until it fails before it was ready, has a usage error, or `stop` is called."""
         loop = asyncio.get_running_loop()
         exits = 0
         while not self.stopping:
@@ -182,7 +183,10 @@ class Supervisor:
                 process.send_signal(number)
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends the children in reverse order by a signal, each within its drain time. Returns when all have ended."""
+        """Ends the children in reverse order by the signal `number`. Kills a child that exceeds its drain time.
+
+        Returns when all have ended.
+        """
         self.stopping = True
         for child in reversed(self.children):
             if child.idle.is_set():
@@ -209,7 +213,7 @@ class Supervisor:
 
 
 def describe(status: int) -> str:
-    """An exit status as the end of a sentence."""
+    """An exit status (negative: a signal) as the end of a sentence."""
     if status == Exit.RESTART_OUTSIDE:
         return f"requests a restart (status {status})"
     how = child_process.exit_text(status)

@@ -3,7 +3,8 @@
 It needs only the standard library, because it runs before packages are installed.
 
 An interpreter compiled without optimizations (the default of pyenv) takes up to 50 % more time for the same code. If
-the running interpreter is one of them and `PYTHON` does not name it, `.venv` uses an installed optimized interpreter.
+the running interpreter is such a one and the variable `PYTHON` is not set, `.venv` uses an installed optimized
+interpreter, if there is one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REPORT_SECONDS = 20.0
 """Interval of progress lines when stderr is not a terminal."""
 _TICK_SECONDS = 0.5
 _TAIL_BYTES = 2**14
-"""The part of a log that is searched for the progress."""
+"""The size of the end of a log that is searched for the progress."""
 
 _DESCRIBE = """
 import ensurepip, json, sys, sysconfig, venv
@@ -56,11 +57,11 @@ class Interpreter:
     version: tuple[int, int, int]
     optimized: bool
     is_standard: bool = True
-    """Whether it is a release of CPython with the global lock and without debugging."""
+    """Whether it is a final release of CPython with the global interpreter lock, and not a debug build."""
 
     @classmethod
     def query(cls, path: str, seconds: float = PROBE_SECONDS) -> Interpreter | None:
-        """The interpreter at `path`; None when it fails, is too old, or cannot create environments."""
+        """The interpreter at `path`; None when it fails, exceeds `seconds`, is too old, or lacks `ensurepip`."""
         try:
             answer = subprocess.run(
                 [path, "-I", "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=seconds
@@ -92,7 +93,7 @@ def installed_interpreters(path: str) -> list[Interpreter]:
         with contextlib.suppress(OSError):  # missing or not readable
             for file in sorted(file for file in Path(folder).iterdir() if _PYTHON.fullmatch(file.name)):
                 real = file.resolve()
-                key = real if _PYTHON.fullmatch(real.name) else file  # links to one launcher are different ones
+                key = real if _PYTHON.fullmatch(real.name) else file  # links to one launcher start different ones
                 if key not in found:
                     found[key] = Interpreter.query(str(file))
     return [interpreter for interpreter in found.values() if interpreter is not None]
@@ -101,7 +102,8 @@ def installed_interpreters(path: str) -> list[Interpreter]:
 def best_interpreter(own: Interpreter, others: Sequence[Interpreter]) -> Interpreter:
     """`own` if it is optimized or no usable interpreter is; otherwise the optimized one with the nearest minor version.
 
-    Of several with this minor version, the newest is returned.
+    `others` that are not standard or have another major version are left out. Of several with the nearest minor
+    version, the newest is returned.
     """
     better = [other for other in others if other.optimized and other.is_standard and other.version[0] == own.version[0]]
     if own.optimized or not better:
@@ -194,7 +196,7 @@ class VirtualEnvironment:
         self.environ = {**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
     def create(self) -> None:
-        """Creates the folder unless it has a working pip. Raises SetupError."""
+        """Creates the folder unless it has a working pip; one without it is deleted first. Raises SetupError."""
         if self.python.exists() and self._has_pip():
             return
         if self.folder.exists():
@@ -213,7 +215,7 @@ class VirtualEnvironment:
         run_logged(what, [str(self.python), "-m", "pip", *words], self.log, self.environ)
 
     def _base(self) -> str:
-        """The interpreter for `.venv`. Prints which one when it is not the running one."""
+        """The interpreter for `.venv`. Prints a line when the running one was compiled without optimizations."""
         base: str = getattr(sys, "_base_executable", None) or sys.executable
         own = Interpreter.query(base)
         if own is None or own.optimized or self.environ.get("PYTHON"):
@@ -222,7 +224,7 @@ class VirtualEnvironment:
         if best.optimized:
             print(
                 f"  .venv uses {best}: {own} was compiled without optimizations and takes up to 50 % more time for "
-                f"the same code. To use it anyway: make clean, then make serve PYTHON={own.executable}",
+                f"the same code. To use {own.executable} anyway: make clean, then make serve PYTHON={own.executable}",
                 file=sys.stderr,
             )
         else:
@@ -238,5 +240,5 @@ class VirtualEnvironment:
         argv = [str(self.python), "-c", "import pip"]
         try:
             return subprocess.run(argv, capture_output=True, check=False).returncode == 0
-        except OSError:  # the interpreter is missing or of another machine
+        except OSError:  # the interpreter is missing, or built for another machine
             return False

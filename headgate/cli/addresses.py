@@ -31,7 +31,7 @@ RECORD = "up.json"
 _MAX_BYTES = 2**16
 _ADVICE = "move it away, or set HEADGATE_STATE_DIR to another directory"
 LOCK = "up.lock"
-"""The lock of the one `headgate up` of a state directory. Other verbs do not touch it."""
+"""The lock that only one `headgate up` per state directory holds. Other verbs do not touch it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Record:
     def published(self, state: StateDir) -> Iterator[None]:
         """Keeps the record in the state directory until the block or this process ends.
 
-        Raises AlreadyRunningError when another `up` uses the state directory.
+        Raises AlreadyRunningError when another `up` uses the state directory, HeadgateError when it cannot be written.
         """
         with _opened_lock(state.file(LOCK)) as lock:
             try:
@@ -83,7 +83,7 @@ class Record:
             finally:
                 os.close(found)
         except BlockingIOError:
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # just removed, or of another version
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # just removed, or an older record
                 found = json.loads(read_regular(path, _MAX_BYTES) or b"")
                 return cls(**{**found, "nodes": tuple(found["nodes"])})
         except OSError:  # missing, or not a file
@@ -100,7 +100,7 @@ def _opened_lock(path: Path) -> BinaryIO:
 
 
 def _already_runs(state: StateDir, other: Record | None) -> AlreadyRunningError:
-    """`other` is None when the running `up` has not written its record yet."""
+    """The error for a second `up`. `other` is None when the first one has not written its record yet."""
     process = "" if other is None else f" (pid {other.pid}, {other.gateway_url})"
     return AlreadyRunningError(
         f"`headgate up` already runs with the state directory {state.root}{process}; stop it first, or set "
@@ -158,7 +158,10 @@ class Key:
 
 
 def gateway_key(environ: Mapping[str, str], state: StateDir, *, admin: bool = False) -> Key | None:
-    """The key for the gateway; None when none is set and none has been generated."""
+    """The key for the gateway; None when no variable is set and no key has been generated.
+
+    A variable comes before the generated key; with `admin`, GATEWAY_ADMIN_KEY comes before GATEWAY_API_KEY.
+    """
     for name in ("GATEWAY_ADMIN_KEY", "GATEWAY_API_KEY") if admin else ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY"):
         if value := environ.get(name):
             return Key(value, variable=name)
@@ -172,7 +175,7 @@ def has_keys(session: Session) -> bool:
 
 
 def gateway(session: Session, *, admin: bool = False, needs_key: bool = False) -> Api:
-    """The API of the gateway, with the key of this user. Raises HeadgateError without a key if it `needs_key`."""
+    """The API of the gateway, with the key of this user. Raises HeadgateError if `needs_key` and there is no key."""
     key = gateway_key(session.environ, session.state, admin=admin)
     if needs_key and key is None:
         raise HeadgateError(
@@ -182,9 +185,11 @@ def gateway(session: Session, *, admin: bool = False, needs_key: bool = False) -
 
 
 def node_urls(session: Session) -> Mapping[str, str]:
-    """The URL of each inference service of `inference.nodes` by name; empty where only one is configured.
+    """The URL of each node of `inference.nodes` by name; empty without nodes, or if INFERENCE_HOST or INFERENCE_PORT
+    is set.
 
-    Sources that change (`dns:`, `ray:`) are read by the gateway, which knows the nodes of the moment.
+    If `inference.nodes` has a source that changes (`dns:`, `ray:`), the running gateway lists its current nodes. Raises
+    NotRunningError when it has none.
     """
     if _any_set(session, *_INFERENCE):
         return {}
@@ -207,9 +212,9 @@ def node_urls(session: Session) -> Mapping[str, str]:
 
 
 def inference(session: Session, url: str | None = None, node: str = "") -> Api:
-    """The API of the inference service, with its admin key if set, else with the token of the two services.
+    """The API of the inference service of this machine, or of the node `node` at `url`.
 
-    By default that of this machine; else the node `node` at `url`.
+    Its token is INFERENCE_ADMIN_KEY, INFERENCE_TOKEN, or the token file of the state directory.
     """
     token = (
         session.environ.get("INFERENCE_ADMIN_KEY")

@@ -1,4 +1,4 @@
-"""`bench`: a small load on the running gateway, and its rates, latencies and errors."""
+"""`headgate bench`: sends a small load to the running gateway and prints its rates, latencies and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "as", "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The load. New requests start during `seconds`; requests that are running then are finished."""
+    """The load. New requests start during `seconds`; those that run at its end are finished."""
 
     model: str
     streams: int
@@ -36,7 +36,7 @@ class Plan:
     seconds: float
 
     def body(self, answer_tokens: int | None = None) -> dict[str, Any]:
-        """A request with a random prompt, so that no cached prefix is used."""
+        """A request with a random prompt, so that no cached prefix is used. `answer_tokens`: default as planned."""
         words = (secrets.choice(WORDS) for _ in range(self.prompt_tokens))
         return {
             "model": self.model,
@@ -51,8 +51,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One request. `times` of its pieces of text and `end` are in seconds after it was sent; `error` is None for a
-    complete answer. The token counts are the service's.
+    """The result of one request. `times` (of the pieces of text) and `end` are seconds since the request was sent.
+
+    `error` is None for a complete answer. The token counts are those that the service reports, 0 after an error.
     """
 
     times: Sequence[float]
@@ -148,7 +149,7 @@ class Load:
 
 MAX_STREAMS = 256
 MAX_SECONDS = 3600.0
-GLANCE_SECONDS = 0.5
+STATUS_SECONDS = 0.5
 
 
 def _streams(text: str) -> int:
@@ -199,8 +200,8 @@ def run(session: Session) -> int:
     load.start()
     status: int = Exit.OK
     try:
-        while not load.wait(GLANCE_SECONDS):
-            terminal.status(f"{len(load.results)} requests answered")
+        while not load.wait(STATUS_SECONDS):
+            terminal.status(f"{len(load.results)} requests ended")
     except KeyboardInterrupt:
         load.stop()
         terminal.say("")
@@ -215,7 +216,9 @@ def run(session: Session) -> int:
     for reason, count in Counter(map(str, failed)).most_common():
         terminal.say(f"{terminal.paint_err('headgate:', 'red')} {count} of {len(results)} requests failed: {reason}")
     if other_tiers := figures["other_tiers"]:
-        terminal.say(f"headgate: another model than {plan.model} answered {other_tiers} of {len(results)} requests")
+        terminal.say(
+            f"headgate: {other_tiers} of {figures['requests']} answers are from another model than {plan.model}"
+        )
     if status == Exit.OK and failed:
         first = failed[0]
         status = first.exit_code if len(failed) == len(results) else Exit.FAILURE

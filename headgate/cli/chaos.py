@@ -1,6 +1,6 @@
-"""`headgate chaos`: injects a fault into a running system with simulated devices. Refuses real accelerators.
+"""`headgate chaos`: injects a fault into a running system with simulated devices. Refuses one with real accelerators.
 
-Faults of devices are commands to the simulator; faults of workers and services are signals to their processes. The
+A fault of a device is a command to the simulator, a fault of a worker or a service is a signal to its process. The
 services have no endpoints for faults.
 """
 
@@ -25,7 +25,7 @@ from headgate.shared.units import format_duration, parse_bytes
 from inference.protocol import ModelStatus
 
 OUT_OF_MEMORY = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu\n"
-"""The output of llama.cpp's CUDA backend before it aborts without memory."""
+"""What llama.cpp's CUDA backend prints when it runs out of memory, before it aborts."""
 SLOW_SECONDS, LATE_SECONDS = 0.05, 5.0
 SIM = "sim"
 
@@ -36,13 +36,14 @@ class Fault:
 
     name: str
     on: str
-    """`device`, `model` or `service`."""
+    """The kind of the target: `device`, `model` or `service`."""
     summary: str
     undo: str
+    """The fault that undoes this one, or a sentence about its end."""
     do: str = ""
     """The command to the simulator, or the name of the service."""
     number: int = 0
-    """The signal."""
+    """The signal to the worker of a model."""
 
 
 def _faults(*faults: Fault) -> Mapping[str, Fault]:
@@ -58,7 +59,7 @@ FAULTS = _faults(
     Fault("worker-stop", "model", "a model's worker stops as in a hanging driver", "worker-cont", number=STOP),
     Fault("worker-cont", "model", "a stopped worker continues", "nothing to undo", number=CONT),
     Fault("oom-load", "device", "the next allocation (weights) fails", "device-heal", "refuse"),
-    Fault("oom-context", "device", "the second next allocation (KV cache) fails", "device-heal", "refuse_after"),
+    Fault("oom-context", "device", "the allocation after the next (KV cache) fails", "device-heal", "refuse_after"),
     Fault("oom-compute", "model", "a worker aborts as CUDA does out of memory", RESTARTED, number=ABORT),
     Fault("device-cut", "device", "a device falls off the bus", "device-return", "cut"),
     Fault("device-return", "device", "a device that fell off the bus returns, empty", "nothing to undo", "return"),
@@ -86,7 +87,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--amount",
         metavar="N",
         help="bytes (200MiB) for device-shrink and device-foreign, seconds for device-slow and device-late, "
-        "allocations for oom-load and oom-context",
+        "allocations that fail for oom-load, or that succeed before the failing one for oom-context",
     )
 
 
@@ -127,7 +128,7 @@ def check_simulated(devices: list[Mapping[str, Any]]) -> None:
     if real or not any(device["kind"] == SIM for device in devices):
         names = ", ".join(f"{device['id']} ({device.get('name') or device['kind']})" for device in real) or "none"
         raise UsageError(
-            f"chaos needs a system with simulated devices only; accelerators of this one: {names}. "
+            f"chaos needs a system with simulated devices only; real accelerators of this one: {names}. "
             f"Start a simulated system with INFERENCE_DEVICES=sim:2x600MiB headgate up"
         )
 
@@ -192,7 +193,10 @@ _WITH_AMOUNT = ("refuse", "refuse_after", "slow", "late", "shrink", "foreign")
 
 
 def _amount(fault: Fault, given: str | None, device: Mapping[str, Any]) -> dict[str, float]:
-    """The parameter of the simulator's command: `given`, or a default such as half of the memory."""
+    """The parameter of the simulator's command: `given`, or a default such as half of the memory of `device`.
+
+    Raises UsageError for an invalid `given`.
+    """
     try:
         match fault.do:
             case "refuse" | "refuse_after":
@@ -248,7 +252,7 @@ def signal_worker(pid: int, fault: Fault) -> None:
 def _is_worker(pid: int) -> bool:
     """Whether `pid` is `python -m inference.worker`, started by an inference service.
 
-    Text within the arguments proves nothing: editors, shells and test runs contain it as well.
+    That its command line contains this text is not enough: so does that of an editor, a shell or a test run.
     """
     from inference.workers.orphans import FAMILY_ENV
 

@@ -2,7 +2,7 @@
 
 HeadgateError
 ├── NotRunningError   no service answers at the address
-└── ApiError          an error status or an error frame of a stream
+└── ApiError          an error status, an error frame of a stream, a timeout, or a response that cannot be read
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ ANSWER_SECONDS = 30.0
 
 
 class ApiError(HeadgateError):
-    """An error response. `code` is the error code, `details` its figures, `retry_after` in seconds."""
+    """An error response, or no usable response. `code` is the error code of the service, `details` its figures.
+
+    `status` is the HTTP status, 504 for a timeout of this client, or None. `retry_after` is in seconds.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Api:
-    """The API of one service. `name` and `hint` (the command that starts it) are for messages."""
+    """The API of one service. `name` and `hint` (the command that starts it) are for messages.
+
+    `get`, `health`, `post` and `delete` return the parsed JSON of the response, None for an empty one, and raise the
+    errors of `open`.
+    """
 
     name: str
     url: str
@@ -122,7 +129,7 @@ class Api:
         """A response with a status below 400. Leaving the block closes the connection, also in mid-stream.
 
         `seconds` is the timeout of each read. Raises NotRunningError when no service answers, ApiError for an error
-        response, a broken connection or a timeout.
+        response, a broken connection or a timeout, HeadgateError for a key that a header cannot contain.
         """
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise HeadgateError(f"the key for the {self.name} contains characters outside printable ASCII; correct it")
@@ -187,7 +194,7 @@ def error_of_response(status: int, headers: Mapping[str, str], raw: bytes, servi
 
 
 def from_envelope(error: Mapping[str, Any], status: int | None, retry_after: float | None) -> ApiError:
-    """The ApiError for the object in `{"error": ...}` of a response or a frame."""
+    """The ApiError for the object in `{"error": ...}` of a response or a frame. Raises KeyError without a message."""
     message = str(error["message"])
     if retry_after is not None:
         message += f" (try again in {retry_after:g} s)"
@@ -204,5 +211,5 @@ def _seconds(header: str | None) -> float | None:
 
 
 def segment(name: str) -> str:
-    """`name` of a model or breaker, quoted for a path. Slashes stay."""
+    """The name of a model, device or breaker, quoted for a path. Slashes stay."""
     return quote(name, safe="/")

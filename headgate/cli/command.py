@@ -35,7 +35,7 @@ class Session:
 
     @property
     def state(self) -> StateDir:
-        """The state directory. Creates it."""
+        """The state directory. Creates it. Raises HeadgateError when that fails."""
         return StateDir.from_env(self.environ)
 
     @property
@@ -72,7 +72,7 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_or_act(action: str, effect: str, metavar: str, names: str) -> Callable[[argparse.ArgumentParser], None]:
-    """Arguments of a verb that lists its objects, or does `action` to the named one."""
+    """Declares the arguments of a verb that lists objects, or does `action` to the named one."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -84,7 +84,7 @@ def list_or_act(action: str, effect: str, metavar: str, names: str) -> Callable[
 
 
 def at_least_one(text: str) -> int:
-    """The type of an option with a count."""
+    """The type of an option with a whole number of 1 or more."""
     try:
         number = int(text)
     except ValueError:
@@ -95,7 +95,7 @@ def at_least_one(text: str) -> int:
 
 
 def zero_or_more(text: str) -> float:
-    """The type of an option with an amount: finite and not negative."""
+    """The type of an option with a finite number of 0 or more."""
     try:
         number = float(text)
     except ValueError:
@@ -106,7 +106,7 @@ def zero_or_more(text: str) -> float:
 
 
 def is_text(text: str) -> bool:
-    """Whether an argument is valid UTF-8."""
+    """Whether `text`, from the arguments or stdin, was valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

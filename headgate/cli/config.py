@@ -1,6 +1,6 @@
 """`headgate config` reads the configuration in the same way as the services.
 
-It writes no file but schemas and imported configurations.
+It writes files only with `--write`: schemas and imported configurations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK = "********"
 
 @dataclass(frozen=True)
 class File:
-    """One configuration file: the module that defines it and the class of its content there."""
+    """One configuration file: its name without `.yaml`, the module that loads it, and the class of its content."""
 
     name: str
     module: str
@@ -63,7 +63,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     schema = actions.choices["schema"]
     names = [file.name for file in FILES]
     schema.add_argument("file", metavar="FILE", nargs="?", choices=names, help="models or gateway (default: both)")
-    schema.add_argument("--write", metavar="DIR", help="write DIR/models.schema.json and DIR/gateway.schema.json")
+    schema.add_argument("--write", metavar="DIR", help="write DIR/FILE.schema.json instead of printing it")
     foreign = actions.choices["import"]
     foreign.add_argument(
         "file",
@@ -88,7 +88,10 @@ def import_foreign(session: Session) -> int:
 
 
 def check(session: Session) -> int:
-    """Prints the problems of both files to stdout and warnings to stderr. Exit code 2 when there is a problem."""
+    """Prints the problems of both files to stdout. Exit code 2 when there is one.
+
+    Without a problem it prints warnings to stderr, except with `--json`.
+    """
     directory, terminal = session.config_dir, session.terminal
     problems: list[Problem] = []
     loaded: list[Any] = []
@@ -98,7 +101,7 @@ def check(session: Session) -> int:
         except ConfigError as error:
             problems += (
                 problem for problem in error.problems if problem not in problems
-            )  # both files report a bad token
+            )  # the loaders of both files report an invalid INFERENCE_TOKEN
     rows = [
         {"file": str(p.file) if p.file else None, "line": p.line, "key": p.key, "message": p.message} for p in problems
     ]
@@ -114,7 +117,10 @@ def check(session: Session) -> int:
 
 
 def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
-    """Warnings about local models in chains that models.yaml lacks. The inference service may have another file."""
+    """Warnings about local models in chains that models.yaml lacks, and about a model called `smaller`.
+
+    They are no errors, because the inference service may use another models.yaml.
+    """
     from gateway.routing.chain import SMALLER
 
     for name, route in gateway.routes.items():
@@ -122,8 +128,8 @@ def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
             provider, _, model = entry.partition("/")
             if provider == "local" and model == SMALLER and model in inference.names:
                 yield (
-                    f"routes.{name}.chain: `{entry}` chooses a model for each request, and models.yaml has a model "
-                    f"{model!r}, which it does not name; give the model another name"
+                    f"routes.{name}.chain: `{entry}` chooses a model for each request, not the model {model!r} of "
+                    f"models.yaml; give that model another name"
                 )
             elif provider == "local" and model not in ("*", SMALLER) and model not in inference.names:
                 advice = did_you_mean(model, [*inference.names, SMALLER], shown=lambda near: f"local/{near}")
@@ -131,7 +137,7 @@ def unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
 
 
 def unmet_needs(gateway: Any) -> Iterator[str]:
-    """Warnings about files and packages that this machine lacks. The gateway may run on another one."""
+    """Warnings about files and packages that this machine lacks. They are no errors: the gateway may run elsewhere."""
     from gateway.nodes.node_tls import read_tls
 
     try:
@@ -172,7 +178,10 @@ def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """`value` as the configuration file accepts it, with `never` for infinity and masked secrets."""
+    """`value` as the configuration file accepts it: `never` for infinity, `${env:NAME}` for a variable that is not set.
+
+    A secret, recognized by the `name` of its setting, is masked.
+    """
     from headgate.shared.configfile import unset_name  # imports pydantic, which `--help` does not need
 
     if hasattr(value, "model_dump"):
@@ -194,7 +203,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def schema(session: Session) -> int:
-    """Prints the schemas, or writes each to a file."""
+    """Prints the schema of each file, or of the chosen one, or writes them to files."""
     chosen = [file for file in FILES if session.args.file in (None, file.name)]
     if session.args.write:
         for file in chosen:

@@ -1,4 +1,4 @@
-"""Entry point of `headgate`: the table of verbs, and dispatch. The module of a verb is imported when the verb runs."""
+"""Entry point of `headgate`: the table of verbs, and the call of a verb. Its module is imported when the verb runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROGRAM = "headgate"
 DESCRIPTION = "An OpenAI-compatible gateway in front of local llama.cpp models."
 EPILOG = """\
 Data goes to stdout, progress to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 not running, 4 does not fit,
-70 restart required, 75 try later. `headgate VERB --help` explains a verb."""
+70 restart required, 75 try later, 130 Ctrl-C. `headgate VERB --help` explains a verb."""
 WIDTH = 110
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: its name, the module below `headgate.cli` with its Command, a summary, and an example for its help."""
+    """A verb: its name, the module in `headgate.cli` with its Command, a summary, and an example for its help."""
 
     name: str
     module: str
@@ -104,7 +104,12 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
     "operate": (
         Verb("nodes", "operate", "inference services of all machines", "headgate nodes --json"),
-        Verb("devices", "operate", "devices with their health and memory", "headgate devices"),
+        Verb(
+            "devices",
+            "operate",
+            "devices with their health and memory; `devices recover DEVICE` tests one",
+            "headgate devices",
+        ),
         Verb(
             "breakers",
             "operate",
@@ -134,7 +139,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
 PATHS = frozenset({"config_dir", "write", "file"})
-"""Arguments that may be any bytes: directories."""
+"""Arguments that are paths, which need not be UTF-8."""
 
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in (*(v for group in GROUPS.values() for v in group), *HIDDEN)}
 
@@ -186,12 +191,12 @@ def common(parser: argparse.ArgumentParser, *, has_nodes: bool = False) -> None:
     parser.add_argument(
         "--config-dir",
         metavar="DIR",
-        help="directory of models.yaml and gateway.yaml (HEADGATE_CONFIG_DIR; default: config, then the packaged ones)",
+        help="directory of models.yaml and gateway.yaml (HEADGATE_CONFIG_DIR; default: ./config or the packaged ones)",
     )
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 
 
-def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the module of the type is not needed for --help
+def _command(verb: Verb):  # type: ignore[no-untyped-def]  # Command is not imported: `--help` does not need it
     return importlib.import_module(f"headgate.cli.{verb.module}").COMMANDS[verb.name]
 
 
@@ -199,7 +204,10 @@ WINDOWS = f"{PROGRAM}: Windows is not supported (docs/decisions.md explains why)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. Shows a traceback only with HEADGATE_DEBUG."""
+    """Runs the command line (default: that of this process) and returns its exit code.
+
+    Shows the traceback of an unexpected error only with HEADGATE_DEBUG.
+    """
     if sys.platform == "win32":
         print(WINDOWS, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Verbs for the memory of the inference service: its records, and operations that release memory."""
+"""Verbs for the memory of the inference service: its records, operations that release memory, and `preload`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headgate.shared.errors import Exit
 from headgate.shared.units import MIB, format_duration, parse_duration
 
 GC_SECONDS = 120.0
-"""Models end and heaps are trimmed."""
+"""Timeout: workers have to end and to return unused heap."""
 MAX_EVICTIONS = 1000
 MAX_TYPES = 100
 PRIORITIES = ("high", "normal", "low")
 
 
 def _mb(value: float | None) -> str:
-    """A figure in MiB for a table."""
+    """A number of MiB for a table; `-` for None."""
     return "-" if value is None else bytes_cell(round(value * MIB))
 
 
@@ -33,7 +33,7 @@ def _clock(timestamp: float) -> str:
 
 def _limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--limit", metavar="N", type=_some(MAX_EVICTIONS), default=20, help="the newest N (20, at most 1000)"
+        "--limit", metavar="N", type=_some(MAX_EVICTIONS), default=20, help="only the newest N (20; at most 1000)"
     )
 
 
@@ -49,7 +49,7 @@ def _some(most: int) -> Any:
 
 
 def evictions(session: Session) -> int:
-    """Lists the last evictions, oldest first."""
+    """Lists the last departures of models from their devices, oldest first."""
     answers = Nodes.of(session).get(f"/memory/evictions?limit={session.args.limit}")
     if answers.prints_json(session):
         return Exit.OK
@@ -93,7 +93,7 @@ def _past(text: str) -> float:
 
 
 def history(session: Session) -> int:
-    """Lists the samples of the memory checks, one line per device, oldest first."""
+    """Lists the samples of the memory checks, oldest first, with one line for each device of a sample."""
     answers = Nodes.of(session).get(f"/memory/history?minutes={session.args.last / 60:g}")
     if answers.prints_json(session):
         return Exit.OK
@@ -122,7 +122,7 @@ def history(session: Session) -> int:
 
 
 def gc(session: Session) -> int:
-    """Unloads idle models and trims heaps."""
+    """Unloads idle models and returns unused heap to the system."""
     session.terminal.status("releasing memory ...")
     answer = Nodes.of(session).one().post("/memory/gc", seconds=GC_SECONDS)
     if session.prints_json(answer):
@@ -133,7 +133,7 @@ def gc(session: Session) -> int:
 
 
 def defragment(session: Session) -> int:
-    """Moves idle models so that the largest room on one device grows."""
+    """Moves idle models and releases cached cells, so that the largest room on one device grows."""
     session.terminal.status("moving models ...")
     answer = Nodes.of(session).one().post("/memory/defragment", seconds=LOAD_SECONDS)
     if session.prints_json(answer):
@@ -159,7 +159,10 @@ def _dump_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("ids", metavar="ID", nargs="*", help="the earlier and the later dump, such as dump-1 dump-2")
     parser.add_argument(
-        "--objects", metavar="N", type=_some(MAX_TYPES), help="also list the N types of objects that use most memory"
+        "--objects",
+        metavar="N",
+        type=_some(MAX_TYPES),
+        help="also list the N types of Python objects that use most memory",
     )
 
 
@@ -178,7 +181,7 @@ def dump(session: Session) -> int:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Sequence[tuple[str, Any]]:
-    """Every value with its path, as the comparison of two dumps names it."""
+    """Every value with its path, in the form that `dump compare` prints."""
     found: list[tuple[str, Any]] = []
     for name, value in values.items():
         here = f"{path}/{name}" if path else str(name)
@@ -216,7 +219,7 @@ def _preload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def preload(session: Session) -> int:
-    """Loads several models. The exit code is that of the first model that was not loaded."""
+    """Loads several models. The exit code is that of the first error."""
     args = session.args
     body = {"models": args.models, "priority": args.priority, "seconds": args.timeout}
     session.terminal.status(f"loading {', '.join(args.models)} ...")

@@ -19,13 +19,13 @@ from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
 
 LOAD_SECONDS = 600.0
-"""A load from a slow disk takes minutes. The service has its own deadline."""
+"""Timeout of a load or another change, which can take minutes from a slow disk. The service has its own deadline."""
 
 PLAN_SECONDS = 120.0
-"""The file of a model may have to be measured first."""
+"""Timeout of a plan: the memory of the model may have to be estimated first."""
 
 CRASH_LINES = 5
-"""Lines of the last crash's output that `show` prints; `--json` has all of them."""
+"""How many of the last output lines of the last crash `show` prints; `--json` has all stored lines."""
 
 WATCH_SECONDS = 2.0
 CLEAR = "\x1b[H\x1b[2J"
@@ -58,22 +58,26 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", metavar="TOKENS", type=at_least_one, help="context length per request to plan for")
     parser.add_argument("--parallel", metavar="N", type=at_least_one, help="concurrent sequences to plan for")
     parser.add_argument("--kv-cells", metavar="N", type=at_least_one, help="KV cells of all sequences to plan for")
-    parser.add_argument("--kv-type", metavar="TYPE", choices=KV_TYPES, help="KV type: f16, q8_0 or q4_0")
+    parser.add_argument("--kv-type", metavar="TYPE", choices=KV_TYPES, help="type of the KV cache: f16, q8_0 or q4_0")
     parser.add_argument("--gpu-layers", metavar="N", type=_layers, help="layers on the accelerator; -1: all")
-    parser.add_argument("--experts", metavar="WHERE", help="device, host, auto, or N: those of N layers in host memory")
-    parser.add_argument("--split-mode", choices=SPLIT_MODES, help="how several devices share it")
+    parser.add_argument(
+        "--experts",
+        metavar="WHERE",
+        help="memory of the experts: device, host, auto, or N: host memory for those of N layers",
+    )
+    parser.add_argument("--split-mode", choices=SPLIT_MODES, help="how several devices share the model")
     parser.add_argument(
         "--fit", metavar="WHAT", choices=FITS,
-        help="what may change if it does not fit: context, experts, layers, auto; off: nothing",
+        help="what may change if the model does not fit: context, experts, layers, auto (all of them), off (nothing)",
     )  # fmt: skip
     parser.add_argument(
-        "--min-context", metavar="TOKENS", type=at_least_one, help="the shortest context that fit may choose"
+        "--min-context", metavar="TOKENS", type=at_least_one, help="the shortest context that --fit may choose"
     )
-    parser.add_argument("--ubatch", metavar="TOKENS", type=at_least_one, help="tokens per pass through the device")
+    parser.add_argument("--ubatch", metavar="TOKENS", type=at_least_one, help="tokens in one computation of the device")
 
 
 def _layers(text: str) -> int:
-    """A number of layers, -1 for all."""
+    """The type of an option with a number of layers; -1: all."""
     if text == "-1":
         return -1
     return int(text) if text == "0" else at_least_one(text)
@@ -84,14 +88,14 @@ Models = list[tuple[str, ModelStatus]]
 
 
 def _statuses(session: Session, *, running: bool) -> tuple[Answers, Models]:
-    """The answers of the nodes, and their models: with `running` those that are not cold."""
+    """The answers of the nodes, and their models; with `running` only models that are not cold."""
     answers = Nodes.of(session).get("/v1/models")
     found = [(node, ModelStatus.from_json(entry)) for node, answer in answers for entry in answer["data"]]
     return answers, [(node, one) for node, one in found if not running or one.state is not ModelState.COLD]
 
 
 def _json(answers: Answers, models: Models) -> list[dict[str, Any]]:
-    """Each model with the name and the epoch of its node. A single service gives its own name."""
+    """Each model with the name and the epoch of its node. The name of a single service is its own."""
     named = {
         node: {key: answer[key] for key in ("node", "epoch") if key in answer} | ({"node": node} if node else {})
         for node, answer in answers
@@ -106,7 +110,7 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_interval,
         const=WATCH_SECONDS,
-        help="show it again every SECONDS (2) until Ctrl-C; with --json one line each time",
+        help="repeat the output every SECONDS (2) until Ctrl-C; with --json one line each time",
     )
 
 
@@ -129,7 +133,7 @@ def ps(session: Session) -> int:
 
 
 def _watch(session: Session, seconds: float) -> None:
-    """Repeats the table. A service that stops answering later is shown and waited for."""
+    """Repeats the table. After the first one, an error is printed and the request is tried again."""
     terminal = session.terminal
     answers, models = _statuses(session, running=True)
     while True:
@@ -149,7 +153,7 @@ def _watch(session: Session, seconds: float) -> None:
 
 
 def _rows(status: ModelStatus) -> list[ModelStatus]:
-    """The model, or those of its replicas that are not cold."""
+    """The replicas of a model that are not cold; without any, the model itself."""
     return [
         replace(
             status,
@@ -264,7 +268,10 @@ def show(session: Session) -> int:
         pairs.append(("chat template", f"not used: {status.template_problem}"))
     if status.headroom_bytes:
         pairs.append(
-            ("head-room", f"{bytes_cell(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")
+            (
+                "head-room",
+                f"{bytes_cell(status.headroom_bytes)} of the predicted memory, added after out-of-memory errors",
+            )
         )
     if status.reduced:
         pairs.append(("changed to fit", ", ".join(status.reduced)))
@@ -288,7 +295,7 @@ def _last_crash(crashes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _change(action: str, activity: str) -> Callable[[Session], int]:
-    """A verb that posts `action` for a model and waits for its end."""
+    """The `run` of a verb that posts `action` for a model and waits until it is done."""
     return functools.partial(_run_change, action, activity)
 
 
@@ -313,7 +320,7 @@ _PLANNED = {"ctx": "context_length"} | dict(zip(_SAME, _SAME, strict=True))
 
 
 def plan(session: Session) -> int:
-    """A dry run. Exit code 0 when the model fits, 4 when not."""
+    """Prints a dry run. Exit code 0 when the model fits (on one of the nodes), 4 when not."""
     values = {name: getattr(session.args, option) for option, name in _PLANNED.items()}
     body = {"model": session.args.model} | {name: value for name, value in values.items() if value is not None}
     session.terminal.status(f"estimating {session.args.model} ...")
@@ -329,7 +336,7 @@ def plan(session: Session) -> int:
 
 
 def best_plan(plans: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The node with the best of `plans`, which are by node; None if the model fits nowhere. See `plan_cost`."""
+    """The node with the plan of the lowest `plan_cost`, from `plans` by node; None if the model fits nowhere."""
     from gateway.nodes.plan_cost import plan_cost
 
     costs = {node: cost for node, plan in plans.items() if (cost := plan_cost(plan, None)) is not None}
@@ -348,11 +355,11 @@ def _print_plans(session: Session, answers: Answers, best: str | None) -> None:
         cells = ["*" if node == best else "", answer["result"], need or "-", ", ".join(answer.get("evict", ())) or "-"]
         rows.append((node, [*cells, "-" if rate is None else f"{rate:.3g}", note]))
     answers.table(session.terminal, ["BEST", "RESULT", "NEEDS", "EVICTS", "TOKENS/S", "NOTE"], rows, ["TOKENS/S"])
-    session.terminal.say(f"`headgate plan {session.args.model} --node NODE` explains one of them")
+    session.terminal.say(f"`headgate plan {session.args.model} --node NODE` explains the plan of one node")
 
 
 def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
-    """The text of a plan: the decision, evictions, the estimate by kind of memory, and the trace."""
+    """The text of an answer of `/memory/plan`: the decision, changes, evictions, the estimate, and the trace."""
     need = ", ".join(f"{format_bytes(count)} on {device}" for device, count in answer.get("need_bytes", {}).items())
     if short := answer.get("short"):
         lines = [f"{model} does not fit"]

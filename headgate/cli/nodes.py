@@ -1,6 +1,6 @@
 """The inference services of `inference.nodes` for the command line: requests to all of them at once, or to one.
 
-Where only one service is configured, its answers have no name of a node, and its errors are raised.
+If `inference.nodes` is empty, there is one service, without a name. With one service or node, its errors are raised.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from headgate.shared.log import on_one_line
 from inference.protocol import ModelStatus
 
 ONLY = ""
-"""The name of the service where `inference.nodes` is empty."""
+"""The name of the service if `inference.nodes` is empty."""
 STATE_SECONDS = 3.0
-"""How long a node may take to report its state, where others are shown without it."""
+"""Longest wait for the state of a node. Then the other nodes are shown without it."""
 MAX_AT_ONCE = 32
-"""Nodes that are asked at the same time."""
+"""Nodes that are called at the same time."""
 
 Row = tuple[str, list[str]]
 """A row of a table: the name of its node, and the cells."""
@@ -33,7 +33,7 @@ Row = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class Answers:
-    """What nodes answered, and why others did not, by name of the node. At least one has answered."""
+    """The answers of nodes and the errors of the other nodes, by name. There is at least one answer."""
 
     values: Mapping[str, Any]
     errors: Mapping[str, HeadgateError]
@@ -43,11 +43,11 @@ class Answers:
 
     @property
     def is_single(self) -> bool:
-        """Whether this is the answer of the only service."""
+        """Whether this is the answer of the service without a name (ONLY)."""
         return ONLY in self.values
 
     def as_json(self) -> Any:
-        """The answer of the only service, or `nodes` with the answer or error of each."""
+        """The answer of the service without a name, or `nodes` with the answer or error of each node."""
         if self.is_single:
             return self.values[ONLY]
         return {"nodes": [*({"node": name, **value} for name, value in self), *self.failures()]}
@@ -66,7 +66,10 @@ class Answers:
     def table(
         self, terminal: Terminal, headers: Sequence[str], rows: Sequence[Row], right: Sequence[str] = (), none: str = ""
     ) -> None:
-        """Writes a table with a column NODE, and a line for each node without an answer."""
+        """Writes a table with a column NODE, and a line for each node without an answer.
+
+        The table of the service without a name has no such column.
+        """
         if self.is_single:
             terminal.table(headers, [cells for _, cells in rows], right, none)
             return
@@ -77,14 +80,14 @@ class Answers:
         self.warn(terminal)
 
     def warn(self, terminal: Terminal) -> None:
-        """Names the nodes without an answer on stderr."""
+        """Writes the names of the nodes without an answer to stderr."""
         if self.errors:
             total = len(self.errors) + len(self.values)
             terminal.say(f"warning: {len(self.errors)} of {total} nodes gave no answer: {', '.join(self.errors)}")
 
 
 def label(node: str) -> str:
-    """What a line about an object of `node` begins with."""
+    """The beginning of a line about an object of `node`; empty for the service without a name."""
     return f"{node}: " if node else ""
 
 
@@ -96,7 +99,7 @@ class Nodes:
 
     @classmethod
     def of(cls, session: Session) -> Nodes:
-        """The nodes of the configuration. Raises UsageError for an unknown `--node`."""
+        """The nodes of the configuration, or that of `--node`. Raises UsageError for an unknown `--node`."""
         urls, chosen = addresses.node_urls(session), getattr(session.args, "node", None)
         if not urls:
             if chosen is not None:
@@ -115,7 +118,8 @@ class Nodes:
     def each(self, call: Callable[[Api], Any], seconds: float = ANSWER_SECONDS) -> Answers:
         """The results of `call` for all nodes at once, within about `seconds`.
 
-        Raises the error of a single node; if none answers, NotRunningError, or HeadgateError if one of them refused.
+        With one node its error is raised. If none of several answers, raises NotRunningError, or HeadgateError if one
+        of them answered with an error code.
         """
         if len(self.apis) == 1:
             ((name, api),) = self.apis.items()
@@ -130,13 +134,16 @@ class Nodes:
         return Answers(values, errors)
 
     def one(self) -> Api:
-        """The service of a verb that works with one. Raises UsageError if there are several."""
+        """The only service. Raises UsageError if there are several."""
         if len(self.apis) > 1:
             raise UsageError(f"which node? choose one with --node: {', '.join(self.apis)}")
         return next(iter(self.apis.values()))
 
     def with_model(self, model: str) -> Api:
-        """The service with `model`. Raises UsageError if several nodes have it, and the error of all if none has."""
+        """The service with `model`. If there is only one, it is not checked whether it has the model.
+
+        Raises UsageError if several nodes have the model, the errors of `each` if none has it.
+        """
         if len(self.apis) == 1:
             return self.one()
         answers = self.get(f"/v1/models/{segment(model)}")
@@ -151,7 +158,7 @@ def _place(status: ModelStatus) -> str:
 
 
 def _at_once(apis: Mapping[str, Api], call: Callable[[Api], Any], seconds: float) -> dict[str, Any]:
-    """The result or HeadgateError of `call` for each of `apis`; any other exception is raised."""
+    """The result or HeadgateError of `call` for each of `apis`, ApiError after `seconds`. Raises other exceptions."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     for name in apis:

@@ -1,4 +1,4 @@
-"""Verbs for operators: devices, breakers, the quarantine and stored sequences."""
+"""Verbs for operators: nodes, devices, breakers, the quarantine and stored sequences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from inference.protocol import ModelState, ModelStatus
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached")
-"""The accounts of the ledger: the first is the sum of the others."""
+"""The accounts of the ledger. The others add up to the capacity, or to more if memory is short."""
 
 _KV_HEADERS = ("MODEL", "ID", "TIERS", "TOKENS", "SIZE", "IDLE", "HITS", "PINNED", "TENANT")
 
 LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
 
 RECOVER_SECONDS = 120.0
-"""A reading and a trial of the device, each of which takes up to 30 s."""
+"""Timeout of a recovery: a reading and a trial of the device take up to 30 s each."""
 
 
 def nodes(session: Session) -> int:
-    """Lists the inference services with what they do now."""
+    """Lists the inference services with their versions, loaded models and running requests."""
 
     def look(api: Api) -> dict[str, Any]:
         health = api.health()
@@ -64,7 +64,10 @@ def nodes(session: Session) -> int:
 
 
 def devices(session: Session) -> int:
-    """Lists the devices with health, pressure and ledger accounts, or recovers one."""
+    """Lists the devices with health, pressure and ledger accounts, or recovers one.
+
+    Exit code 1 when the recovered device is neither healthy nor suspect.
+    """
     if session.args.action == "recover":
         return _recover(session)
     answers = Nodes.of(session).get("/devices")
@@ -141,7 +144,7 @@ def breakers(session: Session) -> int:
 
 
 def quarantine(session: Session) -> int:
-    """Lists the requests that are suspected or refused, or clears one of them or all."""
+    """Lists the requests that are suspected or refused, or clears one of them or all of them."""
     services = Nodes.of(session)
     if session.args.action == "clear":
         name = _named(session, f"`headgate quarantine` lists their keys; `{ALL}` means every one")
@@ -246,7 +249,7 @@ def _clear_sequences(session: Session) -> int:
 def _pin_sequences(session: Session) -> int:
     args = session.args
     if not args.ids and args.tenant is None:
-        raise UsageError("which sequences? name their ids or --tenant; `headgate kv list` shows both")
+        raise UsageError("no sequence is chosen; name ids or --tenant; `headgate kv list` shows both")
     body = {"seconds": args.seconds, "ids": args.ids, **_selected(session)}
     answer = Nodes.of(session).one().post("/memory/kv/pin", body)
     if args.seconds:
@@ -260,7 +263,7 @@ def _selected(session: Session) -> dict[str, str]:
 
 
 def _counted(session: Session, answer: Mapping[str, Any], name: str, done: str) -> int:
-    """Prints the number of sequences of each model."""
+    """Prints the number `name` of sequences of each model, with what was `done`. Returns the exit code."""
     if session.prints_json(answer):
         return Exit.OK
     for model in answer["models"]:
@@ -273,7 +276,7 @@ def _plural(count: int) -> str:
 
 
 def _remarks(session: Session, answer: Mapping[str, Any], node: str = "") -> int:
-    """Prints what is missing in the answer; a failure if a worker did not answer."""
+    """Prints errors of workers and models that are not loaded. Returns the exit code: 1 if a worker had an error."""
     errors: Sequence[Mapping[str, Any]] = answer["errors"]
     for error in errors:
         session.terminal.say(f"{label(node)}{error['model_name']}: {error['message']}")
@@ -298,6 +301,7 @@ COMMANDS = {
     ),
     "kv": on_nodes(_kv_arguments, kv),
     "quarantine": on_nodes(
-        list_or_act("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
+        list_or_act("clear", "allow a request again", "KEY", f"the request, as the list names it, or `{ALL}`"),
+        quarantine,
     ),
 }

@@ -1,4 +1,4 @@
-"""Writes the help of all verbs into docs/cli.md, between two marks (`make reference`)."""
+"""Writes the help of all verbs that `headgate --help` lists into docs/cli.md, between BEGIN and END."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EMPTY_LIST = re.compile(rf"{_LIST.pattern}\n*(?=^\S|\Z)", re.MULTILINE)
 def reference() -> str:
     """The help texts as Markdown without COMMON arguments, in the order of the overview.
 
-    A verb with own arguments has a section. Verbs with COMMON arguments only are one list.
+    A verb with arguments of its own has a section. Verbs with only COMMON arguments are one list.
     """
     simple, sections = [], []
     for group in GROUPS.values():
@@ -68,7 +68,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 def rewritten(document: str) -> str:
-    """`document` with the new help between the marks."""
+    """`document` with the new help between BEGIN and END."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}"

@@ -13,12 +13,12 @@ from headgate.shared.errors import Exit, HeadgateError, NotRunningError
 
 
 def _service_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", metavar="HOST", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", metavar="PORT", type=int, help="port to listen on")
+    parser.add_argument("--host", metavar="HOST", help="address to listen on (default: as configured, or 127.0.0.1)")
+    parser.add_argument("--port", metavar="PORT", type=int, help="port to listen on (default: as configured)")
 
 
 def _run_service(session: Session, package: str) -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can reload: it is about to read the newest configuration
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service can reload; it has yet to read its files
     child_process.die_with_parent(os.environ)
     argv = []
     for option in ("config_dir", "host", "port"):
@@ -43,7 +43,7 @@ def _health_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def health(session: Session) -> int:
-    """Exits with 0 when a GET of the URL answers 200. Certificates are those of `inference.tls`."""
+    """Returns 0 when a GET of the URL answers 200, else raises. Uses the certificates of `inference.tls`."""
     import urllib.error  # the services do not need it
     import urllib.request
 
@@ -53,7 +53,7 @@ def health(session: Session) -> int:
     if not url.startswith(("http://", "https://")):
         raise HeadgateError(f"{url!r} is not an http address; write for example http://127.0.0.1:8080")
     secure = [urllib.request.HTTPSHandler(context=inference_tls(session))] if url.startswith("https:") else []
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secure)  # without a proxy between
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secure)  # no proxy
     try:
         with opener.open(url, timeout=session.args.timeout) as answer:
             status = answer.status

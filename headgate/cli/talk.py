@@ -54,7 +54,7 @@ def _post_chat(session: Session, messages: list[dict[str, str]], *, stream: bool
 
 
 def _stream(session: Session, messages: list[dict[str, str]]) -> str:
-    """Prints one answer as it arrives and returns its text. Raises ApiError for an error frame or a cut stream."""
+    """Prints one answer as it arrives and returns its text. Raises ApiError for an error or an incomplete stream."""
     terminal, done = session.terminal, False
     pieces: list[str] = []
     with _post_chat(session, messages, stream=True) as answer:
@@ -108,7 +108,7 @@ def _opening(session: Session) -> list[dict[str, str]]:
 
 
 def run(session: Session) -> int:
-    """One answer to the prompt in the arguments or on stdin. Without a prompt on a terminal it starts a chat."""
+    """Prints one answer to the prompt in the arguments or on stdin. Without a prompt on a terminal it starts a chat."""
     prompt = " ".join(session.args.prompt)
     if not prompt:
         if sys.stdin.isatty():
@@ -142,7 +142,10 @@ def _read_text(read: Callable[[], str]) -> str:
 
 
 def chat(session: Session) -> int:
-    """A conversation until end of input, `/bye` or Ctrl-C at the prompt. Ctrl-C during an answer stops the answer."""
+    """Holds a conversation until end of input, `/bye` or Ctrl-C at the prompt. Ctrl-C stops an answer.
+
+    With input that is not from a terminal, an error or Ctrl-C during an answer ends it.
+    """
     terminal = session.terminal
     messages = _opening(session)
     interactive = sys.stdin.isatty()
@@ -186,7 +189,7 @@ def chat(session: Session) -> int:
 
 
 def _next_line(session: Session, interactive: bool) -> str | None:
-    """The next line of the user, or None at the end of input."""
+    """The next line of the input; None at its end and after Ctrl-C."""
     try:
         if interactive:
             session.terminal.clear_status()

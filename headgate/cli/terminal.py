@@ -23,7 +23,7 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 
 class OutputError(HeadgateError):
-    """The output cannot be written to stdout."""
+    """The output cannot be written, or stdout cannot encode it."""
 
 
 class StdoutClosedError(Exception):
@@ -56,7 +56,7 @@ def abandon(stream: TextIO) -> None:
 
 @dataclass
 class Terminal:
-    """The output streams of a command. Color needs a terminal that is not dumb, and no NO_COLOR."""
+    """The output streams of a command. Colors need a terminal with TERM other than `dumb`, and NO_COLOR not set."""
 
     out: TextIO
     err: TextIO
@@ -94,7 +94,7 @@ class Terminal:
         self._write_err(text + "\n")
 
     def status(self, text: str) -> None:
-        """Shows a line that the next output replaces. Does nothing when stderr is not a terminal."""
+        """Shows 100 characters of `text` on a line that the next output replaces. Does nothing without a terminal."""
         if self.err_tty:
             self._write_err("\r" + text[:100].ljust(self._status))
             self._status = len(text[:100])
@@ -140,7 +140,10 @@ class Terminal:
 
 @contextlib.contextmanager
 def writing(stream: TextIO) -> Iterator[None]:
-    """Turns errors of stdout into StdoutClosedError or OutputError, and redirects it to the null device."""
+    """Turns write errors of stdout (`stream`) into StdoutClosedError or OutputError.
+
+    After an OSError, `stream` is redirected to the null device.
+    """
     try:
         yield
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""`headgate up`: checks the configuration and ports, then runs both services under one supervisor."""
+"""`headgate up`: downloads missing models, checks configuration and ports, and supervises both services."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headgate.shared.log import FLUSH_SECONDS, LineWriter
 from headgate.supervisor import Child, Supervisor, headgate_argv
 
 DRAIN_MARGIN_SECONDS = 10.0
-"""Added to the drain time of a service before it is killed."""
+"""How much longer than its drain time a service may take to end before it is killed."""
 
 POLL_SECONDS = 0.1
 WAIT_NOTE_SECONDS = 30.0
@@ -44,7 +44,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class UpPlan:
-    """Addresses and drain times of the two services, and a model for the banner."""
+    """What `up` starts: addresses of the two services, seconds after which each is killed, directories.
+
+    `model` is an example for the banner, None without models. `has_keys`: gateway.yaml configures keys. `nodes` is
+    `inference.nodes`.
+    """
 
     gateway_host: str
     gateway_port: int
@@ -75,7 +79,9 @@ def make_plan(args: argparse.Namespace, directory: Path, environ: Mapping[str, s
     inference = MODELS.load(directory, environ, {"port": args.inference_port})
     for name, port in ("--port", gateway.port), ("--inference-port", inference.settings.port):
         if port == 0:
-            raise HeadgateError(f"{name} 0 would be another port at every restart; choose one from 1 to 65535")
+            raise HeadgateError(
+                f"{name} is 0, so that every restart would use another port; choose one from 1 to 65535"
+            )
     if inference.settings.tls_certificate is not None:
         raise HeadgateError(
             "`headgate up` connects its two services on this machine without TLS; unset INFERENCE_TLS_CERTIFICATE, "
@@ -200,7 +206,7 @@ async def _announce(session: Session, supervisor: Supervisor, plan: UpPlan, note
         child.was_ready = True
     key = addresses.gateway_key(session.environ, session.state)
     if key is not None and key.file and plan.has_keys:
-        key = None  # an old generated key: the configuration has keys of its own now
+        key = None  # an old generated key, which the gateway ignores: gateway.yaml configures keys
     if session.json:
         session.terminal.json(
             {
@@ -263,7 +269,10 @@ def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[st
 
 
 def _program(environ: Mapping[str, str]) -> str:
-    """The command `headgate` for another shell: its name if it is on the PATH, else its path."""
+    """The command `headgate` for another shell: its name if it is on the PATH, else its path or `python -m headgate`.
+
+    HEADGATE_STATE_DIR precedes it if it is set.
+    """
     script = Path(sys.executable).parent / "headgate"
     found = shutil.which("headgate", path=environ.get("PATH"))
     if found and Path(found).resolve() == script.resolve():

@@ -96,7 +96,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("devices_there", "words"), [([CPU], "accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
+    ("devices_there", "words"), [([CPU], "real accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
 )
 def test_real_accelerators_are_refused(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
     """The message lists the accelerators and shows how to start a simulated system."""

@@ -426,7 +426,7 @@ def test_cached_build_that_does_not_compute_is_compiled_with_the_same_arguments(
     setup = _set_up(clone, ["cached rpc", "rpc"], proofs=["this build is broken"])
     assert [step.split(" install")[0] for step in setup.compiled] == ["-DGGML_RPC=ON"] * 2
     assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True]
-    assert "it came from pip's cache and is compiled again" in capsys.readouterr().err
+    assert "it was not compiled now, so it is compiled again" in capsys.readouterr().err
 
 
 def test_arguments_that_do_not_compile_are_skipped(clone: Path) -> None:
@@ -465,7 +465,7 @@ def test_build_is_checked_on_another_cpu_and_kept_if_it_computes(clone: Path, ca
     _set_up(clone, ["rpc"])
     moved = _set_up(clone, [], cpu=AMX_CPU)
     assert (moved.steps, moved.proven) == ([], 1)
-    assert "the CPU or the libraries changed" in capsys.readouterr().err
+    assert "the CPU, the libraries or their folder changed" in capsys.readouterr().err
     assert _set_up(clone, [], cpu=AMX_CPU).proven == 0
 
 

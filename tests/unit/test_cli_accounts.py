@@ -71,7 +71,7 @@ def test_created_key_is_stored_as_a_hash_until_it_is_revoked(capsys: Any, tmp_pa
         ("", ["ann", "--models", ""], 2, "leave it out for a key that may use all models"),
         ("", ["ann", "--models", " ,"], 2, "leave it out for a key that may use all models"),
         ("usage: {store: false}", ["ann"], 1, "does not read created keys"),
-        (f"keys: [{{name: ann, hash: 'sha256:{'0' * 64}'}}]", ["ann"], 2, "has a key 'ann' already"),
+        (f"keys: [{{name: ann, hash: 'sha256:{'0' * 64}'}}]", ["ann"], 2, "has a key 'ann', which would be used"),
     ],
 )
 def test_key_that_would_not_work_is_not_created(

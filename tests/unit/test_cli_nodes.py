@@ -260,9 +260,9 @@ def test_pull_on_a_node_shows_its_events_and_exits_with_its_error(fleet: Fleet, 
     failed = b'event: error\ndata: {"message": "the disk is full"}\n\n'
     words = ["pull", "hf:org/x:Q8_0", "--node", "b"]
     for frames, status, text in (
-        ([begun, done], 0, "hf:org/x:Q8_0 is in /m/x.gguf, but the service did not take it; its log says why"),
+        ([begun, done], 0, "hf:org/x:Q8_0 is in /m/x.gguf, but the service did not accept it; its log says why"),
         ([begun, failed], 1, "b: the disk is full"),
-        ([begun], 1, "b: the connection ended before the download; the same command continues it"),
+        ([begun], 1, "b: the connection ended before the download was complete; the same command continues it"),
     ):
         fleet["b"].answers["POST /models/pull"] = Canned(frames=frames)
         assert main(words) == status

@@ -64,10 +64,10 @@ def test_gpu_without_a_backend_names_the_flag(tmp_path: Path) -> None:
 def test_gpu_without_a_driver_and_without_device_files(tmp_path: Path) -> None:
     root = put(tmp_path, {**card("0x1002"), **card("0x1002", 1)})
     [text] = texts(list(machine_checks.accelerators({"hip"}, SETTINGS, root)), Level.WARNING)
-    assert text.startswith("driver: 2 AMD GPU without a driver -> load the kernel module amdgpu")
+    assert text.startswith("driver: 2 AMD GPUs without a driver -> load the kernel module amdgpu")
     put(root, DRIVER)
     [text] = texts(list(machine_checks.accelerators({"cuda"}, SETTINGS, root)), Level.PROBLEM)
-    assert "device files: no" in text
+    assert "device files: this system or container has no" in text
     assert "--gpus all" in text
 
 

@@ -219,7 +219,7 @@ def test_running_service_reloads_and_plans(place: Path, monkeypatch: pytest.Monk
     assert signals == [2**22 + 1]
     output = capsys.readouterr().err
     assert "good fits: 1.0 MiB on cpu" in output
-    assert 'ask it: headgate run good "Hello", or in a browser: http://127.0.0.1:8080/ui/' in output
+    assert 'to use it: headgate run good "Hello", or in a browser: http://127.0.0.1:8080/ui/' in output
 
 
 # --- pull -------------------------------------------------------------------------------------------------------------

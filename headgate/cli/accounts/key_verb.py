@@ -1,7 +1,7 @@
-"""`headgate key`: shows the generated key, and creates, lists and revokes keys.
+"""`headgate key`: shows the key of the gateway, and creates, lists and revokes keys.
 
-A key goes to stdout, everything else about it to stderr. Created keys are stored as hashes in the usage file; a running
-gateway accepts or refuses them within about a second.
+`show`, `create` and `new` print the key itself to stdout and other text to stderr. Created keys are stored as hashes in
+the usage file; a running gateway accepts or refuses them within about a second.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from headgate.shared.errors import Exit, HeadgateError, NotRunningError
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The actions of the verb."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("show", help="print the generated key", description="Print the generated key.")
+    actions.add_parser(
+        "show",
+        help="print the key of the gateway",
+        description="Print the key of the gateway: GATEWAY_API_KEY, GATEWAY_ADMIN_KEY, or the generated one.",
+    )
     create = actions.add_parser(
         "create",
-        help="create a key, or a new secret for it",
-        description="Create a key and print it once; a key with the same name gets a new secret. No restart is needed.",
+        help="create a key, or replace it",
+        description="Create a key and print it once; it replaces a created key with the same name and its settings.\n"
+        "No restart is needed.",
     )
     _describe(create)
-    create.add_argument("--models", metavar="NAMES", help="models that it may use: NAME, PREFIX*, ... (all)")
+    create.add_argument("--models", metavar="NAMES", help="models that it may use: NAME,PREFIX*,... (all)")
     create.add_argument("--dollars", metavar="N", type=float, help="budget per month in US dollars")
     create.add_argument("--tokens", metavar="N", type=int, help="budget per month in tokens")
-    create.add_argument("--requests-per-minute", metavar="N", type=int, help="limit of requests")
-    create.add_argument("--tokens-per-minute", metavar="N", type=int, help="limit of tokens")
-    create.add_argument("--concurrent", metavar="N", type=int, help="requests at a time")
+    create.add_argument("--requests-per-minute", metavar="N", type=int, help="limit of requests per minute")
+    create.add_argument("--tokens-per-minute", metavar="N", type=int, help="limit of tokens per minute")
+    create.add_argument("--concurrent", metavar="N", type=int, help="limit of requests at the same time")
     actions.add_parser("list", help="list created keys", description="List the keys that were created.")
     revoke = actions.add_parser("revoke", help="revoke a created key", description="Revoke a key that was created.")
     revoke.add_argument("name", metavar="NAME", help="its name")
@@ -62,7 +67,7 @@ def run(session: Session) -> int:
 
 
 def _fresh() -> tuple[str, str]:
-    """A new key and its hash as in the configuration."""
+    """A new key, and its hash in the form of the configuration."""
     key = f"hg-{secrets.token_urlsafe(32)}"
     return key, f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
@@ -102,7 +107,7 @@ def _create(session: Session) -> int:
         raise UsageError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from error
     config = load(session.config_dir, session.environ)
     if any(key.name == args.name for key in config.keys):
-        raise UsageError(f"gateway.yaml has a key {args.name!r} already, which comes first; choose another name")
+        raise UsageError(f"gateway.yaml has a key {args.name!r}, which would be used instead; choose another name")
     if not config.usage.store:
         raise HeadgateError("gateway.yaml has `usage: {store: false}`, so the gateway does not read created keys")
     with usage_file(session.state) as file:
@@ -157,7 +162,7 @@ def _revoke(session: Session) -> int:
         done = file.revoke_key(name, time.time())
         known = [key.name for key in file.stored_keys() if key.revoked is None]
     if not done:
-        raise HeadgateError(f"no active key {name!r} was created; active keys: {', '.join(known) or 'none'}")
+        raise HeadgateError(f"{name!r} is not a created, active key; active keys: {', '.join(known) or 'none'}")
     if not session.prints_json({"name": name, "revoked": True}):
         session.terminal.say(f"key {name!r} is revoked; a running gateway refuses it within a second")
     return Exit.OK

@@ -1,4 +1,4 @@
-"""`headgate usage`: what requests used, read from the usage file of the gateway on this machine."""
+"""`headgate usage`: sums of requests, tokens and cost from the usage file of the gateway on this machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from headgate.shared.state_directory import StateDir
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Grouping and time."""
+    """Options for the groups, the time and the format."""
     parser.add_argument(
-        "--by", metavar="GROUPS", default="model", help=f"separated by commas, of {', '.join(GROUPS)} (model)"
+        "--by", metavar="GROUPS", default="model", help=f"separated by commas: {', '.join(GROUPS)} (model)"
     )
-    parser.add_argument("--since", metavar="TIME", default="30d", help="7d (ago), 2026-11-01 (UTC), Unix time (30d)")
-    parser.add_argument("--until", metavar="TIME", default="", help="the end, exclusive (now)")
+    parser.add_argument(
+        "--since", metavar="TIME", default="30d", help="start: 7d (ago), 2026-11-01 (UTC), Unix time (30d)"
+    )
+    parser.add_argument("--until", metavar="TIME", default="", help="end, exclusive (now)")
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")
 
 
 @contextmanager
 def usage_file(state: StateDir) -> Iterator[UsageFile]:
-    """The usage file, also while the gateway runs. Raises HeadgateError."""
+    """Opens the usage file, which is possible while the gateway runs. Creates it. Raises HeadgateError."""
     try:
         with closing(UsageFile(state.root)) as file:
             yield file

@@ -1,1 +1,1 @@
-"""`headgate config import`: the configuration of LiteLLM, llama-swap, llama-server and Ollama in Headgate's form."""
+"""`headgate config import`: translates configurations of LiteLLM, llama-swap, llama-server and Ollama."""

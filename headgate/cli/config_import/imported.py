@@ -14,7 +14,7 @@ from gateway.apis.openai.route_parameters import problem_of_name, problems_of_va
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A setting that has no counterpart, or none that is safe: its place in the file, and what to do."""
+    """A setting that is not carried over: its place in the file, and the reason or what to do instead."""
 
     where: str
     advice: str
@@ -42,7 +42,7 @@ class Imported:
             self.leave(f"{where}{name}", "has no counterpart")
 
     def provider(self, name: str, settings: Mapping[str, Any]) -> str:
-        """The name of a provider with these settings, which is `name`, or `name` with a number."""
+        """Adds a provider with these settings unless there is one. Returns its name, `name` or `name-NUMBER`."""
         providers = self.gateway.setdefault("providers", {})
         base = re.sub(r"[^A-Za-z0-9_.-]", "-", name)
         base = "local-server" if base in ("", "local") else base
@@ -54,7 +54,7 @@ class Imported:
         return chosen
 
     def route(self, name: str, entry: str) -> None:
-        """Adds `entry` to the chain of a route."""
+        """Adds `entry` to the chain of the route `name`. Reports an entry that the chain already has."""
         chain = self.gateway.setdefault("routes", {}).setdefault(name, {"chain": []})["chain"]
         if entry in chain:
             self.leave(f"a second {entry} of {name}", "a chain has each entry once; requests are not spread over keys")
@@ -62,14 +62,14 @@ class Imported:
             chain.append(entry)
 
     def accepted(self, where: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters that a route can have; the others are reported, each as `where` and its name."""
+        """Those of `values` that a route accepts as parameters. Reports the others, each as `where` and its name."""
         problems = dict(problems_of_values(values))
         for name, problem in problems.items():
             self.leave(f"{where}{name}", problem)
         return {name: value for name, value in values.items() if name not in problems}
 
     def accepted_names(self, where: str, names: Iterable[str]) -> list[str]:
-        """The names of parameters that a route can have; the others are reported."""
+        """Those of `names` that a route accepts as parameters. Reports the others, each as `where` and the name."""
         problems = {name: problem_of_name(name) for name in names}
         for name, problem in problems.items():
             if problem is not None:
@@ -77,7 +77,10 @@ class Imported:
         return [name for name, problem in problems.items() if problem is None]
 
     def parameters(self, where: str, route: str, parameters: Mapping[str, Any]) -> None:
-        """Gives a route the `parameters` of its first model; empty ones are left out. Other ones are reported."""
+        """Sets the parameters of a route: those of its first model, without empty ones.
+
+        Reports the parameters of a later model of the route if they are different.
+        """
         own = {kind: value for kind, value in parameters.items() if value}
         if own != self._parameters.setdefault(route, own):
             names = ", ".join(name for values in own.values() for name in values) or "no parameters"
@@ -86,14 +89,14 @@ class Imported:
             self.gateway["routes"][route]["parameters"] = copy.deepcopy(own)
 
     def local_parameters(self, where: str, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
-        """Routes for a local model by all its names, if its requests get parameters."""
+        """Adds a route with `parameters` for each of the `names` of a local model, unless all parameters are empty."""
         for name in names:
             if any(parameters.values()):
                 self.gateway.setdefault("routes", {}).setdefault(name, {"chain": [f"local/{name}", "local/smaller"]})
             self.parameters(where, name, parameters)
 
     def key(self, name: str, secret: str, scopes: Iterable[str] = ("use",)) -> None:
-        """Adds a key of clients, as its hash."""
+        """Adds the hash of `secret` as a key for clients, unless it is there."""
         digest = f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
         keys = self.gateway.setdefault("keys", [])
         if all(known["hash"] != digest for known in keys):
@@ -101,10 +104,10 @@ class Imported:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """`value` if it is a mapping, else an empty one; keys as text."""
+    """`value` with text as keys if it is a mapping, else an empty mapping."""
     return {str(key): inner for key, inner in value.items()} if isinstance(value, Mapping) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """`value` as a list; a single value as a list of it."""
+    """`value` as a list: a single value as a list of it, None as an empty one."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

@@ -27,7 +27,7 @@ ALL_LOCAL = {"*": {"chain": ["local/*", "local/smaller"]}}
 
 
 def run(session: Session) -> int:
-    """Prints both files, or writes them, and reports what was left out."""
+    """Prints or writes both files, and reports what was not carried over. Mistakes do not change the exit code."""
     found = recognized(_read(session.args.file), session.environ)
     if not found.models and not found.gateway:
         found.leave(found.source, "nothing in it could be carried over")
@@ -119,7 +119,7 @@ def _text(source: str, content: Mapping[str, Any]) -> str:
 
 
 def _mistakes(texts: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """What `headgate config check` will report, such as missing files of models."""
+    """The problems that `headgate config check` will report, such as missing files of models."""
     from gateway import settings_loading
     from inference import settings as inference_settings
 
@@ -139,7 +139,7 @@ def _mistakes(texts: Mapping[str, str], environ: Mapping[str, str]) -> list[str]
 
 
 def _write(session: Session, directory: Path, texts: Mapping[str, str]) -> None:
-    """Writes both files into `directory`. Raises UsageError if one is there."""
+    """Writes both files into `directory`. Raises UsageError if it already has one of them."""
     directory = directory.expanduser()
     if present := [name for name in texts if (directory / name).exists()]:
         raise UsageError(f"{directory} already has {' and '.join(present)}; write into an empty directory")

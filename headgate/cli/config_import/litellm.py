@@ -17,7 +17,9 @@ _ENVIRONMENT = "os.environ/"
 
 @dataclass(frozen=True)
 class Cloud:
-    """A prefix of `litellm_params.model`: the provider's kind, address and usual variable of its key."""
+    """The provider for a prefix of `litellm_params.model`: its kind, address (None: that of the kind) and the usual
+    variable of its key (empty: no key).
+    """
 
     kind: str
     base_url: str | None
@@ -57,20 +59,20 @@ _SECTIONS = ("model_list", "litellm_settings", "router_settings", "general_setti
 _FALLBACKS = ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks")
 _SETTINGS = (*_FALLBACKS, "default_fallbacks", "model_group_alias", "allowed_fails", "cooldown_time")
 _ADVICE = {
-    "num_retries": "attempts.max bounds the tiers that are tried",
-    "request_timeout": "deadlines",
-    "timeout": "deadlines",
-    "stream_timeout": "deadlines",
+    "num_retries": "`attempts.max` limits the attempts of a request",
+    "request_timeout": "set `deadlines`",
+    "timeout": "set `deadlines`",
+    "stream_timeout": "set `deadlines`",
     "rpm": "limits apply to keys, not to providers",
     "tpm": "limits apply to keys, not to providers",
     "drop_params": "unsupported parameters are always adapted",
     "routing_strategy": "a chain is tried in its order",
     "redis_host": "`state: redis://HOST:PORT/0` shares breakers, limits and budgets between gateways",
     "database_url": "keys are in a file: headgate key create NAME",
-    "telemetry": "there is none",
+    "telemetry": "Headgate has none",
     "cache": "answers are not cached",
-    "success_callback": "metrics and /admin/requests/{id}",
-    "failure_callback": "metrics and /admin/requests/{id}",
+    "success_callback": "read /metrics and /admin/requests/{id} instead",
+    "failure_callback": "read /metrics and /admin/requests/{id} instead",
     "environment_variables": "set them in the environment or in .env",
 }
 
@@ -126,7 +128,7 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
 
 
 def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) -> str | None:
-    """PROVIDER/MODEL of a deployment; None, with a report, if its provider has no counterpart."""
+    """PROVIDER/MODEL of a deployment; None, with a report, for an unsupported provider or a missing address."""
     prefix, slash, model = target.partition("/")
     address = params.get("api_base") or params.get("base_url")
     base = None if address is None else _variable(str(address)).rstrip("/")
@@ -134,7 +136,7 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
         prefix, model = ("anthropic" if target.startswith("claude") else "openai"), target
     if prefix == "azure":
         if base is None or not model:
-            found.leave(where, "an Azure deployment needs its api_base and its name")
+            found.leave(where, "an Azure deployment needs an api_base and a name")
             return None
         base = f"{base}/openai/v1"
         if "api_version" in params:
@@ -154,7 +156,7 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
         cloud, model = Cloud("openai", base, ""), target
         prefix = "compatible"
     else:
-        found.leave(where, f"the provider {prefix!r} is not supported; one with an OpenAI-compatible api_base is")
+        found.leave(where, f"the provider {prefix!r} is not supported without an OpenAI-compatible api_base")
         return None
     host = urlsplit(base or "").hostname
     own_host = urlsplit(cloud.base_url or "").hostname or _OWN_HOSTS.get(prefix)
@@ -169,7 +171,7 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
 
 
 def _key(found: Imported, where: str, name: str, cloud: Cloud, params: Mapping[str, Any]) -> str:
-    """The key as a variable. A key that is written in the file is not copied."""
+    """The key as a variable, or `none` for a server without a key. A key that is written in the file is not copied."""
     text = str(params.get("api_key") or "")
     if text.startswith(_ENVIRONMENT):
         return _variable(text)
@@ -181,7 +183,7 @@ def _key(found: Imported, where: str, name: str, cloud: Cloud, params: Mapping[s
 
 
 def _variable(text: str) -> str:
-    """`os.environ/NAME` in Headgate's form."""
+    """`os.environ/NAME` in Headgate's form; other text as it is."""
     return f"${{env:{text.removeprefix(_ENVIRONMENT)}}}" if text.startswith(_ENVIRONMENT) else text
 
 
@@ -192,7 +194,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _fallbacks(found: Imported, settings: Mapping[str, Any]) -> None:
-    """Chains of fallbacks are appended to the chain of a model, as they were before."""
+    """Appends to the chain of each model the original chains of its fallbacks."""
     routes: dict[str, Any] = found.gateway.get("routes", {})
     before = {name: list(route["chain"]) for name, route in routes.items()}
     pairs = [pair for key in _FALLBACKS for pair in _pairs(settings.get(key))]
@@ -224,6 +226,6 @@ def _master_key(found: Imported, settings: Mapping[str, Any]) -> None:
     if secret is None:
         return
     if str(secret).startswith(_ENVIRONMENT):
-        found.leave("general_settings.master_key", f"set GATEWAY_ADMIN_KEY to {secret}")
+        found.leave("general_settings.master_key", f"set GATEWAY_ADMIN_KEY to the value of {secret}")
     else:
         found.key("litellm-master", str(secret), ("use", "admin"))

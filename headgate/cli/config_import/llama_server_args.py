@@ -1,4 +1,4 @@
-"""Options of llama.cpp's llama-server as settings of a model (see `tools/server/README.md` of llama.cpp)."""
+"""Translates options of llama.cpp's llama-server into settings of a model (see its `tools/server/README.md`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEEDLESS = frozenset(
         "version", "threads-http", "kv-offload", "no-kv-unified", "cache-prompt", "threads-batch",
     }
 )  # fmt: skip
-"""Options that Headgate does not need: it always does this, or decides it by itself."""
+"""Options that are left out without a report: Headgate always does this, decides it by itself, or has no use for it."""
 
 SAMPLING: Mapping[str, str] = {
     "temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "seed": "seed",
@@ -51,27 +51,27 @@ SAMPLING: Mapping[str, str] = {
     "mirostat-lr": "mirostat_eta", "mirostat-ent": "mirostat_tau", "typical": "typical_p", "typical-p": "typical_p",
     "top-nsigma": "top_n_sigma", "top-n-sigma": "top_n_sigma", "chat-template-kwargs": "chat_template_kwargs",
 }  # fmt: skip
-"""Options that are defaults of a generation parameter."""
+"""Options that set the default of a generation parameter, and the name of the parameter."""
 
 ADVICE: Mapping[str, str] = {
-    "tensor-split": "layers are divided by measured sizes",
+    "tensor-split": "layers are divided among the devices by their measured sizes",
     "device": "use gpu_index, or CUDA_VISIBLE_DEVICES for the service",
     "cache-ram": "INFERENCE_KV_RAM_GB bounds stored sequences of all models",
     "slot-save-path": "INFERENCE_KV_DISK_GB and INFERENCE_KV_DIR store sequences on disk",
-    "ctx-checkpoints": "kv_checkpoints is the memory for them",
-    "api-key": "headgate key new NAME, or GATEWAY_API_KEY",
-    "api-key-file": "headgate key new NAME, or GATEWAY_API_KEY",
+    "ctx-checkpoints": "kv_checkpoints limits the memory of the checkpoints",
+    "api-key": "run headgate key create NAME, or set GATEWAY_API_KEY",
+    "api-key-file": "run headgate key create NAME, or set GATEWAY_API_KEY",
     "chat-template": "the template in the file is used",
     "chat-template-file": "the template in the file is used",
     "reasoning-format": "reasoning is always separated",
     "pooling": "it is read from the file",
     "lora-scaled": "use lora, with the scale 1",
     "load-on-startup": "`headgate preload MODEL`, or INFERENCE_ENABLE_LAZY_MODEL_LOADING=false",
-    "timeout": "deadlines in gateway.yaml",
+    "timeout": "set `deadlines` in gateway.yaml",
     "model-url": "download it with `headgate pull`",
     "docker-repo": "download it with `headgate pull`",
-    "models-max": "INFERENCE_MAX_MODELS",
-    "models-dir": "INFERENCE_MODELS_DIR",
+    "models-max": "set INFERENCE_MAX_MODELS",
+    "models-dir": "set INFERENCE_MODELS_DIR",
     "samplers": "the order of the samplers is fixed",
     "repeat-last-n": "penalties read every token of the answer",
 }
@@ -84,11 +84,14 @@ _SIZES: Mapping[str, str] = {
     "parallel": "parallel",
 }
 ALL_LAYERS = 99
-"""From here on `--n-gpu-layers` means all layers by custom."""
+"""The smallest value of `--n-gpu-layers` that means all layers, by custom."""
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(long name, value) of each option; the value is `true` for a flag, and empty where it is missing."""
+    """(long name, value) of each option; the value is `true` for a flag, and empty if it is missing.
+
+    Words that do not belong to an option are left out.
+    """
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
@@ -179,7 +182,7 @@ USED = frozenset(
     | {"mmproj", "lora", "flash-attn", "swa-full", "cpu-moe", "n-cpu-moe", "main-gpu", "fit", "sleep-idle-seconds"}
     | {"embedding", "reranking", "split-mode", "model-draft", "hf-repo-draft", *_SIZES}
 )
-"""Options with a counterpart."""
+"""Options that `entry_of` translates."""
 
 Leave = Callable[[str, str], None]
 

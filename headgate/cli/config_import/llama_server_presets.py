@@ -10,7 +10,7 @@ from headgate.cli.config_import.llama_server_args import defaults_of, entry_of, 
 ALL = "*"
 OFF = ("false", "off", "0", "")
 VALUES = ("flash-attn", "ctx-size", "n-gpu-layers")
-"""Options for which OFF is not the same as their absence."""
+"""Options that stay with a value of OFF, because it differs from their default."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", re.ASCII)
 _SECTION = re.compile(r"\[([^\]]+)\]\s*")
 _PAIR = re.compile(r"([^=\s][^=]*?)\s*=\s*(.*)")
@@ -40,7 +40,7 @@ def read(text: str) -> Imported:
     for model, own in sections.items():
         options = {key: value for key, value in {**common, **own}.items() if key in VALUES or value[0] not in OFF}
         if "model" not in options and "hf-repo" not in options and _REPOSITORY.fullmatch(model):
-            options["hf-repo"] = [model]  # the section of a cached model has its name
+            options["hf-repo"] = [model]  # llama-server names the section of a downloaded model after its repository
         if entry := entry_of(options, f"[{model}]", found):
             found.models[model] = entry
             names = (model, *entry.get("aliases", ()))

@@ -1,4 +1,4 @@
-"""llama-swap's config.yaml: models with commands of llama-server, macros, peers, keys."""
+"""Translates llama-swap's config.yaml: models with commands of llama-server, macros, peers, keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headgate.cli.config_import.llama_server_args import defaults_of, entry_of, 
 
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _DEPTH = 10
-"""Macros in macros."""
+"""How deep macros in macros are inserted."""
 
 _KNOWN = ("models", "macros", "apiKeys", "peers", "globalTTL", "hooks", "groups", "matrix", "healthCheckTimeout")
 _NEEDLESS = (
@@ -44,9 +44,11 @@ def read(data: Mapping[str, Any]) -> Imported:
     if "groups" in data or "matrix" in data:
         found.leave("groups, matrix", "memory decides which models are loaded together; `pinned: true` keeps one")
     if preload := as_list(as_mapping(as_mapping(data.get("hooks")).get("on_startup")).get("preload")):
-        found.leave(f"hooks.on_startup.preload: {', '.join(map(str, preload))}", "headgate preload, after the start")
+        found.leave(
+            f"hooks.on_startup.preload: {', '.join(map(str, preload))}", "run `headgate preload` after the start"
+        )
     if "healthCheckTimeout" in data:
-        found.leave("healthCheckTimeout", "INFERENCE_LOAD_TIMEOUT_SECONDS, 1800 by default")
+        found.leave("healthCheckTimeout", "set INFERENCE_LOAD_TIMEOUT_SECONDS (default: 1800)")
     found.leave_unknown("", data, (*_KNOWN, *_NEEDLESS))
     return found
 
@@ -104,7 +106,10 @@ def _filters(found: Imported, where: str, settings: Mapping[str, Any]) -> dict[s
 
 
 def _filled(text: str, macros: Mapping[str, Any], fixed: Mapping[str, str]) -> str:
-    """`text` with macros inserted. `${env.NAME}` becomes Headgate's `${env:NAME}`."""
+    """`text` with macros inserted: `fixed` ones first, then `macros`; unknown ones stay.
+
+    `${env.NAME}` becomes Headgate's `${env:NAME}`.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -121,7 +126,9 @@ def _filled(text: str, macros: Mapping[str, Any], fixed: Mapping[str, str]) -> s
 
 
 def _server(words: Sequence[str]) -> tuple[Sequence[str] | None, dict[str, str]]:
-    """The arguments of llama-server, and the mounts of its container (path inside: path outside); None for others."""
+    """The arguments of llama-server in a command, None for another program; and the mounts of its container, each as
+    {path inside: path outside}.
+    """
     for at, word in enumerate(words):
         program = PurePosixPath(word).name
         if "llama-server" in program or ("llama.cpp" in word and ":" in program):

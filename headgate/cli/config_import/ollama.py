@@ -1,4 +1,4 @@
-"""Ollama's list of models (`ollama list`, or GET /api/tags), with the GGUF files in Ollama's directory."""
+"""Translates Ollama's list of models (`ollama list`, or GET /api/tags), with the GGUF files in Ollama's directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_in_tags(data: Mapping[str, Any]) -> list[str]:
 
 
 def directories(environ: Mapping[str, str], home: Path) -> list[Path]:
-    """Where Ollama keeps its models: OLLAMA_MODELS, that of this user, that of the service."""
+    """Where Ollama may keep its models: OLLAMA_MODELS, the directory of this user, those of the system service."""
     chosen = [Path(environ["OLLAMA_MODELS"])] if environ.get("OLLAMA_MODELS") else []
     return [*chosen, home / ".ollama" / "models", *map(Path, SYSTEM_DIRECTORIES)]
 
@@ -54,7 +54,10 @@ def read(names: list[str], places: list[Path]) -> Imported:
 
 
 def _entry(found: Imported, name: str, places: list[Path]) -> dict[str, Any] | None:
-    """The entry of models.yaml, and in it `defaults` of generation parameters, if the model has them."""
+    """The entry of models.yaml, with an additional `defaults` if the model has generation parameters.
+
+    None, with a report, if its files are not found.
+    """
     host, repository, tag = _parts(name)
     for place in places:
         manifest = place / "manifests" / host / repository / tag
@@ -98,11 +101,11 @@ def _of_layers(found: Imported, name: str, blobs: Path, layers: list[Mapping[str
         elif kind == "params":
             entry |= _parameters(found, name, path)
         elif kind == "system":
-            found.leave(f"{name}: system prompt", "clients send it")
+            found.leave(f"{name}: system prompt", "clients have to send it")
         elif kind == "template":
             found.leave(f"{name}: template", "the template in the GGUF file is used")
     if "path" not in entry:
-        found.leave(name, "it has no GGUF file here; a cloud model, or another format")
+        found.leave(name, "it has no GGUF file on this machine: it is a cloud model, or in another format")
         return None
     return {"path": entry.pop("path"), **entry}
 

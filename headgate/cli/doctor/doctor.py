@@ -16,9 +16,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         metavar="URL",
-        help="also stream an answer through this address, such as a proxy's; the gateway's key is sent",
+        help="also stream an answer through this address, such as a proxy's; sends HEADGATE_KEY, or else the key "
+        "of `headgate key show`",
     )
-    parser.add_argument("--model", metavar="MODEL", help="the model that answers for --url (default: the first one)")
+    parser.add_argument("--model", metavar="MODEL", help="the model for --url (default: the first of models.yaml)")
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
@@ -59,7 +60,9 @@ def _findings(session: Session) -> Iterator[Any]:
         except (HeadgateError, OSError) as error:
             yield problem(name, str(error), "")
 
-    settings = environment_settings.read(session.environ, {}, [])  # mistakes are findings of the configuration
+    settings = environment_settings.read(
+        session.environ, {}, []
+    )  # mistakes are reported by the check of the configuration
     yield from guarded("llama.cpp", machine_checks.build)
     built = machine_checks.built_backends()
     yield from guarded("accelerators", lambda: machine_checks.accelerators(built, settings))
@@ -105,7 +108,7 @@ def _first_model(session: Session) -> str:
 
     names = MODELS.load(session.config_dir, session.environ, {}).model_ids
     if not names:
-        raise UsageError("name a model of the service behind the address: --model NAME")
+        raise UsageError("models.yaml has no model; name one of the gateway behind the address: --model NAME")
     return str(names[0])
 
 

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The results of checks, and their levels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def note(check: str, message: str, advice: str = "") -> Finding:
 
 
 def warning(check: str, message: str, advice: str) -> Finding:
-    """Works, but slower or less than the machine allows."""
+    """Works, but with a disadvantage that can be removed."""
     return Finding(Level.WARNING, check, message, advice)
 
 

@@ -48,14 +48,18 @@ _INSTRUCTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Vendor:
-    """A maker of accelerators: PCI id, backends that use its devices, the proof of its driver, and its device files."""
+    """A maker of accelerators, and llama.cpp's backends for them."""
 
     name: str
     pci: str
+    """The vendor's id on the PCI bus."""
     backends: tuple[str, ...]
     driver: str
+    """A path that exists when the driver is loaded, relative to the root."""
     files: str
+    """A pattern for the device files in /dev."""
     install: str
+    """How to install the driver."""
 
 
 NVIDIA = Vendor(
@@ -104,8 +108,8 @@ def instructions(cpu: Cpu, system_info: str) -> Finding:
     return warning(
         "instructions",
         f"the build does not use {', '.join(unused)} of this CPU, so that models on the CPU are slower",
-        "compile llama.cpp on this machine: `make clean`, then `make serve`; a container image for every x86-64 CPU "
-        "chooses at run time and may be fine",
+        "compile llama.cpp on this machine: `make clean`, then `make serve`; in a container image for every "
+        "x86-64 CPU, llama.cpp chooses the instructions at run time, and this warning may not apply",
     )
 
 
@@ -125,7 +129,7 @@ def _vendor(vendor: Vendor, built: set[str], root: Path) -> Iterator[Finding]:
     if not count and not driver.exists():
         return
     if not driver.exists():
-        yield warning("driver", f"{count} {vendor.name} GPU without a driver", vendor.install)
+        yield warning("driver", f"{count} {vendor.name} GPU{'s' if count > 1 else ''} without a driver", vendor.install)
         return
     version = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", _text(driver)) if driver.is_file() else None
     yield ok("driver", f"{vendor.name}{f' {version[1]}' if version else ''}")
@@ -140,7 +144,7 @@ def _vendor(vendor: Vendor, built: set[str], root: Path) -> Iterator[Finding]:
     if vendor is AMD:
         files += sorted((root / "dev/dri").glob("renderD*"))
     if not files:
-        yield problem("device files", f"no {root / 'dev' / vendor.files} in this container or system", vendor.install)
+        yield problem("device files", f"this system or container has no {root / 'dev' / vendor.files}", vendor.install)
     for path in files:
         if not os.access(path, os.R_OK | os.W_OK):
             yield problem(
@@ -152,7 +156,7 @@ def _vendor(vendor: Vendor, built: set[str], root: Path) -> Iterator[Finding]:
 
 
 def _cards(vendor: Vendor, root: Path) -> int:
-    """Display controllers and 3D controllers of a vendor on the PCI bus."""
+    """The number of display controllers and 3D controllers of a vendor on the PCI bus."""
     folders = (root / "sys/bus/pci/devices").glob("*")
     return sum(
         _text(folder / "vendor").strip() == vendor.pci and _text(folder / "class").startswith(("0x0300", "0x0302"))
@@ -168,13 +172,13 @@ def _text(path: Path) -> str:
 
 
 def built_backends() -> set[str]:
-    """The backends in the installed build."""
+    """The backends in the installed build; none when llama.cpp is not installed."""
     folder = package()
     return set() if folder is None else set(BACKENDS) - set(missing_backends(folder, BACKENDS))
 
 
 def nvml(root: Path = Path("/")) -> Iterator[Finding]:
-    """NVML, from which memory and health of NVIDIA GPUs come."""
+    """NVML, the library from which the inference service reads memory and health of NVIDIA GPUs."""
 
     async def read() -> tuple[NvmlReader, list[Card]]:
         reader = NvmlReader()
@@ -200,7 +204,7 @@ def nvml(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def devices(settings: InferenceSettings) -> Iterator[Finding]:
-    """The devices that the service would use."""
+    """The accelerators that the service would use with INFERENCE_DEVICES=auto; nothing if it is set otherwise."""
 
     async def measure() -> list[str]:
         inventory = Inventory.of(settings.model_copy(update={"devices": "auto"}))
@@ -255,7 +259,8 @@ def limits(root: Path = Path("/")) -> Iterator[Finding]:
     """Open files and processes that this process may have."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < MIN_FILES:
-        yield note("open files", f"limited to {files}", "the gateway keeps fewer connections open: ulimit -n 65536")
+        advice = "raise the limit with `ulimit -n 65536`, so that the gateway can keep more connections open"
+        yield note("open files", f"limited to {files}", advice)
     for base, here, _is_v2 in cgroup_folders(root):
         for folder in [here, *here.parents]:
             text = _text(folder / "pids.max").strip()

@@ -40,7 +40,7 @@ def configuration(session: Session) -> tuple[list[Finding], list[Any]]:
                 if each not in seen:
                     seen.add(each)
                     found.append(
-                        problem("configuration", str(each), "correct it; `headgate config check` repeats this")
+                        problem("configuration", str(each), "correct it; `headgate config check` checks it again")
                     )
     if found:
         return found, []
@@ -66,7 +66,8 @@ def directories(session: Session, models_dir: Path | None) -> Iterator[Finding]:
     if status.st_uid != os.geteuid() or not os.access(state.root, os.W_OK):
         yield problem(
             "state directory",
-            f"{state.root} belongs to user {status.st_uid}, and this is user {os.geteuid()}",
+            f"{state.root} cannot be used: it has the owner {status.st_uid} and the mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, and this is user {os.geteuid()}",
             f"run as its owner, or: sudo chown -R $USER {state.root}",
         )
     else:
@@ -92,7 +93,7 @@ def _space(check: str, path: Path, text: str) -> Finding:
 
 
 def services(session: Session, loaded: list[Any]) -> Iterator[Finding]:
-    """Ports: free, or used by Headgate's services, which then answer with the keys of this user."""
+    """The services: not running with free ports, or running and accepting the keys of this user."""
     record = addresses.Record.read(session.state)
     if record is not None:
         yield ok("headgate up", f"runs (pid {record.pid}) with {record.config_dir or 'another configuration'}")
@@ -119,21 +120,25 @@ def services(session: Session, loaded: list[Any]) -> Iterator[Finding]:
 
 
 def nodes(session: Session) -> Iterator[Finding]:
-    """Each of several inference services answers with the token of this user."""
+    """Whether each node of `inference.nodes` accepts the token of this user; nothing without such nodes."""
     try:
         found = Nodes.of(session)
         if ONLY in found.apis:
             return
         answers = found.get("/v1/models")
     except HeadgateError as error:
-        yield problem("nodes", str(error), "`headgate nodes` shows them; those of dns: and ray: come from the gateway")
+        yield problem(
+            "nodes", str(error), "`headgate nodes` lists them; those of dns: and ray: sources come from the gateway"
+        )
         return
     for name, api in found.apis.items():
         check, failure = f"node {name}", answers.errors.get(name)
         if failure is None:
             yield ok(check, f"answers at {api.url}")
         elif isinstance(failure, ApiError) and failure.status in (401, 403):
-            yield problem(check, f"it refuses the token at {api.url}", "give all nodes the same INFERENCE_TOKEN")
+            yield problem(
+                check, f"it refuses the token of this user at {api.url}", "give all nodes the same INFERENCE_TOKEN"
+            )
         else:
             yield problem(check, str(failure), "its log says more")
 
@@ -147,7 +152,7 @@ def _free_port(name: str, host: str, port: int) -> Finding:
 
 
 def keys(session: Session, gateway: Any) -> Iterator[Finding]:
-    """The gateway's own keys, and those of the providers that chains name."""
+    """The keys for clients of the gateway, and the gateway's keys for the providers in its chains."""
     if gateway.keys:
         yield ok("keys", f"{len(gateway.keys)} in gateway.yaml")
     else:
@@ -160,12 +165,12 @@ def keys(session: Session, gateway: Any) -> Iterator[Finding]:
             yield note(
                 "providers",
                 f"{name} has no key, so that chains skip it",
-                f"set {variable} in the environment or in .env, if it shall answer",
+                f"set {variable} in the environment or in .env to use this provider",
             )
 
 
 def proxies(session: Session, gateway: Any) -> Iterator[Finding]:
-    """Proxies for outgoing requests, and what a proxy in front of the gateway has to allow."""
+    """The proxy of clients on this machine, and what a proxy in front of the gateway has to allow."""
     named = next((name for name in PROXIES if session.environ.get(name)), None)
     excluded = (session.environ.get("NO_PROXY") or session.environ.get("no_proxy") or "").split(",")
     if named and not set(LOOPBACK) & {each.strip() for each in excluded}:

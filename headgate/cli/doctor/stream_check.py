@@ -1,4 +1,4 @@
-"""Streams an answer through a given address, such as that of a proxy, and judges how its bytes arrive."""
+"""Streams an answer through a given address, such as that of a proxy, and checks how its bytes arrive."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LONGEST_SECONDS = 600.0
 MIN_SECONDS = 0.5
 """A shorter answer does not show whether it is buffered."""
 BUFFERED_SHARE = 0.9
-"""An answer whose first content comes after this share of its duration is buffered."""
+"""An answer whose first bytes arrive after this share of its duration is considered buffered."""
 TOKENS = 200
 PROMPT = "Count from 1 to 60, one number per line."
 _DONE = b"data: [DONE]"
 _ADVICE = {
     400: "try another model: --model",
-    401: "the key is wrong, or the proxy removes the Authorization header; HEADGATE_KEY or GATEWAY_API_KEY is sent",
+    401: "the key is wrong, or the proxy removes the Authorization header; HEADGATE_KEY sets another key",
     403: "this host name is refused; let the proxy send `Host: localhost` to a gateway on loopback",
-    404: "the address has another path; write the one that clients use as base_url, such as https://host/v1",
+    404: "the path is wrong; use the address that clients use as base_url, such as https://host/v1",
     413: "raise the body limit of the proxy (nginx: client_max_body_size)",
     502: "the proxy does not reach the gateway; check its upstream address",
     503: "the gateway has no model that can answer; its message says why",
@@ -46,7 +46,9 @@ _FRONTS = (
 
 @dataclass
 class Stream:
-    """The arrival of one answer: headers, seconds from the request to each piece, and whether it was complete."""
+    """One answer as it arrived: `status` is 0 without a response, `arrivals` and `seconds` (the end) are seconds since
+    the request, `error` is empty unless the connection failed.
+    """
 
     status: int = 0
     headers: httpx2.Headers = field(default_factory=httpx2.Headers)
@@ -65,7 +67,7 @@ def base_of(url: str) -> str:
 
 
 def check(url: str, key: str | None, model: str) -> Iterator[Finding]:
-    """Streams one answer of `model`, after one token that loads it, and yields what the arrival shows."""
+    """Requests one token of `model`, which loads it, then streams an answer. Yields what its arrival shows."""
     address = f"{base_of(url)}/v1/chat/completions"
     loaded = _stream(address, key, model, tokens=1)
     is_whole = loaded.status == 200 and not loaded.error and _DONE in loaded.text
@@ -97,7 +99,7 @@ def _stream(url: str, key: str | None, model: str, *, tokens: int) -> Stream:
 
 
 def judge(found: Stream) -> Iterator[Finding]:
-    """What the arrival of an answer says about the way to it."""
+    """What the arrival of an answer shows about the gateway and the proxies in front of it."""
     name = "stream"
     if found.status == 0:
         advice = "check address, name and port; for a certificate of your own set SSL_CERT_FILE"

@@ -1,1 +1,1 @@
-"""Verbs for the first steps: add and download models, check the machine, complete words in a shell."""
+"""Verbs for the first steps: add and download models, complete words in a shell."""

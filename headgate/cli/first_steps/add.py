@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="FILE", help="a GGUF file, or a source on a hub as `headgate pull` takes it")
-    parser.add_argument("--name", metavar="NAME", help="the model's id for clients (default: the name of the file)")
+    parser.add_argument(
+        "source", metavar="FILE", help="a GGUF file, or the source of a model on a hub, as for `headgate pull`"
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="the model's id for clients (default: from the name of the file)"
+    )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -32,7 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add(session: Session) -> int:
-    """Adds one model. Leaves models.yaml unchanged if the result would not be valid."""
+    """Adds one model. Leaves models.yaml unchanged if it has the file already or the result would not be valid."""
     from headgate.cli.first_steps import running_service
 
     target = running_service.Target.of(session)
@@ -117,19 +121,22 @@ def _from_file(session: Session, target: Target) -> tuple[str, dict[str, Any]]:
     if beside and "mmproj" not in _settings(session.args.set):
         shown = _shown(beside[0], models_dir)
         session.terminal.say(
-            f"{beside[0].name} is in the same directory; if it belongs to this model, add it for images: "
-            f"--set mmproj={shown}"
+            f"{beside[0].name} is in the same directory; if it belongs to this model, add `mmproj: {shown}` to its "
+            f"entry in models.yaml for images"
         )
     return model_name(first.name), fields
 
 
 def _shown(path: Path, models_dir: Path) -> str:
-    """`path` as models.yaml shows it."""
+    """`path` for models.yaml: relative to `models_dir` if it is in it."""
     return str(path.relative_to(models_dir)) if path.is_relative_to(models_dir) else str(path)
 
 
 def _for_short_context(path: Path, target: Target) -> dict[str, Any]:
-    """A context_length for a model that was trained with less than the default. Raises UsageError for a bad file."""
+    """The setting context_length for a model that was trained with less than the default, else nothing.
+
+    Raises UsageError for a file that is not a usable model.
+    """
     from inference import environment_settings
     from inference.estimate.gguf import BadGgufError, read_facts
 
@@ -144,7 +151,7 @@ def _for_short_context(path: Path, target: Target) -> dict[str, Any]:
 
 
 def _own_file(session: Session, target: Target) -> Path:
-    """The models.yaml to change. Copies the packaged configuration to ./config first if it is the one in use."""
+    """The models.yaml to change. If the packaged configuration is in use, it is first copied to ./config."""
     directory = target.config_dir
     if directory.absolute() == packaged_defaults().absolute() and (packaged_defaults().parent / "cli").is_dir():
         directory = Path("config")
@@ -179,7 +186,11 @@ def _known(
     fields: Mapping[str, Any],
     chosen: Mapping[str, Any],
 ) -> str | None:
-    """The entry of models.yaml that the command asks for, None without one. Raises UsageError for a name in use."""
+    """The id of the model that already has this file; None if an entry is to be added.
+
+    `chosen` are the settings of `--set`. Raises UsageError if models.yaml has the name `model` for another file, or
+    for this one although settings are chosen.
+    """
     from inference import settings
 
     file, _ = settings.resolve_path(fields["path"], config.settings.models_dir)
@@ -214,7 +225,7 @@ def _write(path: Path, model: str, fields: Mapping[str, Any], environ: Mapping[s
 
 
 def _hints(session: Session, directory: Path, target: Target, model: str) -> None:
-    """How to use the model, or why no route leads to it."""
+    """Prints how to use the model, or which route gateway.yaml lacks for it."""
     from gateway import settings_loading
     from headgate.cli.first_steps.running_service import say_how_to_ask
 
@@ -224,7 +235,7 @@ def _hints(session: Session, directory: Path, target: Target, model: str) -> Non
         return
     if model not in routes and "*" not in routes:
         session.terminal.say(
-            f"gateway.yaml has no route for it; add under `routes:`  {model}: {{chain: [local/{model}]}}"
+            f"gateway.yaml has no route for {model}; add under `routes:`  {model}: {{chain: [local/{model}]}}"
         )
         return
     say_how_to_ask(session, model)

@@ -12,7 +12,7 @@ from headgate.shared.errors import ConfigError, Exit, HeadgateError
 
 SHELLS = ("bash", "zsh", "fish")
 _KINDS = {"FILE": "file", "DIR": "directory", "MODEL": "model"}
-"""What follows an option or stands alone, by its name in the help."""
+"""How the value of an argument is completed, by its placeholder in the help."""
 _INSTALL = {
     "bash": 'eval "$(headgate completion bash)" in ~/.bashrc',
     "zsh": 'eval "$(headgate completion zsh)" in ~/.zshrc, after compinit',
@@ -23,7 +23,7 @@ _LONGEST_HELP = 70
 
 @dataclass(frozen=True)
 class Option:
-    """An option: its names, its help, and what follows it: nothing (None), words, or a kind of word."""
+    """An option: its names, its help, and its value: one of `words`, or of a `kind` (None: the option has no value)."""
 
     flags: tuple[str, ...]
     help: str
@@ -33,7 +33,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Level:
-    """What can follow `headgate VERB` or `headgate VERB ACTION`: words with help, a kind of word, options."""
+    """What can follow `headgate VERB` or `headgate VERB ACTION` (`path`): words with help, a kind of value, options."""
 
     path: str
     words: tuple[tuple[str, str], ...]
@@ -43,7 +43,7 @@ class Level:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", nargs="?", choices=SHELLS, help="bash, zsh or fish")
-    parser.add_argument("--models", action="store_true", help="print the names of models, as the scripts do")
+    parser.add_argument("--models", action="store_true", help="print the names of models, for the scripts")
 
 
 def completion(session: Session) -> int:
@@ -61,7 +61,10 @@ def completion(session: Session) -> int:
 
 
 def _models(session: Session) -> list[str]:
-    """Names from the configuration of this command, or of the running services."""
+    """Names and aliases of models in the configuration of the running services, else of this command.
+
+    Empty if the configuration is invalid.
+    """
     from headgate.cli.first_steps.running_service import Target
     from inference import settings
 
@@ -74,7 +77,7 @@ def _models(session: Session) -> list[str]:
 
 # --- the parsers ------------------------------------------------------------------------------------------------------
 def verbs() -> list[tuple[str, str]]:
-    """Every verb of the overview with its summary."""
+    """The verbs that `headgate --help` lists, with their summaries."""
     from headgate.cli.main import GROUPS
 
     return [(verb.name, verb.summary) for group in GROUPS.values() for verb in group]
@@ -113,7 +116,7 @@ def _choices(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _short(text: str | None) -> str:
-    """A help text on one line without quotes."""
+    """A help text on one line, without quotes, and shortened to _LONGEST_HELP characters."""
     words = " ".join((text or "").replace("'", "").replace('"', "").replace("`", "").split())
     return words if len(words) <= _LONGEST_HELP else words[: _LONGEST_HELP - 3] + "..."
 

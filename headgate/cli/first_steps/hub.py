@@ -28,7 +28,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
 DESCRIPTION_SECONDS = 60.0
 TRIES = 5
-"""Attempts in a row that bring no new bytes."""
+"""Attempts in a row without new bytes after which a download fails."""
 RETRY_SECONDS = 1.0
 SPARE_BYTES = 256 * MIB
 """Disk space that stays free."""
@@ -42,7 +42,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the download of one file is. The text of it is one line."""
+    """How far the download of one file is. `str()` gives one line with a bar."""
 
     file: str
     done_bytes: int
@@ -58,12 +58,12 @@ class Progress:
 
 
 class HubError(HeadgateError):
-    """The hub refused, or could not be reached; or the disk is too small."""
+    """The hub refused or could not be reached, a file arrived damaged, or the disk is too small or not writable."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. `sha256` is None for a file outside the large file storage."""
+    """A file of a repository. `sha256` is None for a file that the hub does not keep in its large file storage."""
 
     name: str
     bytes: int
@@ -72,7 +72,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Download:
-    """The files of one model, with the commit that they are from and the folder they go to."""
+    """The files of one model, the commit that they are from, and the folder that they are saved in."""
 
     source: HubSource
     commit: str
@@ -89,7 +89,7 @@ class Download:
         return target.with_name(f".{target.name}{_PART_SUFFIX}")
 
     def missing(self) -> list[HubFile]:
-        """The files that are not complete."""
+        """The files that do not exist in full size."""
         return [file for file in self.files if _size(self.target(file)) != file.bytes]
 
     def result(self) -> ModelFile:
@@ -102,10 +102,10 @@ class Hub:
     """A hub, with the address and token in `environ` (HF_ENDPOINT, HF_TOKEN). Close it after use."""
 
     def __init__(self, environ: Mapping[str, str], *, say: Report, status: Callable[[Progress], None]) -> None:
-        """`say` gets lines, `status` the progress: each replaces the one before. Raises HubError."""
+        """`say` receives lines, `status` the progress, which replaces the previous one. Raises HubError."""
         self.endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         self._shown = re.sub(r"//[^/]*@", "//", self.endpoint)
-        """Without a user name and password."""
+        """The endpoint for messages, without user name and password."""
         token = environ.get("HF_TOKEN")
         try:
             self._client = httpx2.Client(
@@ -123,7 +123,7 @@ class Hub:
         self._client.close()
 
     def plan(self, source: HubSource, models_dir: Path) -> Download:
-        """The files that `source` consists of. Raises HubError."""
+        """The files of `source`: all parts of the model, and the best projector of the repository. Raises HubError."""
         answer = self._json(source, f"{self.endpoint}/api/models/{quote(source.repository)}?blobs=true")
         try:
             files = {file.name: file for file in map(_file, answer["siblings"])}
@@ -194,13 +194,14 @@ class Hub:
             if done != file.bytes or file.sha256 not in (None, hasher.hexdigest()):
                 part.unlink()
                 raise HubError(
-                    f"{file.name} arrived damaged: its SHA-256 is not {file.sha256}; it was removed, download it again"
+                    f"{file.name} arrived damaged: its size or its SHA-256 is not that of the hub; it was removed, "
+                    f"download it again"
                 )
             part.replace(target)
         progress.finished()
 
     def _chunks(self, download: Download, file: HubFile, begin: int) -> Iterator[tuple[bool, bytes]]:
-        """The bytes from `begin` on. True with the first chunk if the server began at 0 instead."""
+        """The bytes from `begin` on in chunks. True with the first one: the server sends the file from its start."""
         path = f"{quote(download.source.repository)}/resolve/{quote(download.commit)}/{quote(file.name)}"
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begin}-"} if begin else {})
         with self._client.stream("GET", f"{self.endpoint}/{path}", headers=headers) as response:
@@ -315,7 +316,7 @@ class _Meter:
         say(f"downloading {file.name} ({format_bytes(file.bytes)}{resumed})")
 
     def at(self, done: int) -> None:
-        """`done` bytes are here."""
+        """Reports that `done` bytes are saved."""
         now = time.monotonic()
         if now - self._shown_at < _STATUS_SECONDS and done < self._file.bytes:
             return
@@ -324,7 +325,7 @@ class _Meter:
         self._status(Progress(self._file.name, done, self._file.bytes, rate))
 
     def finished(self) -> None:
-        """The file is complete and verified."""
+        """Reports that the file is complete and verified."""
         seconds = time.monotonic() - self._began
         how = "SHA-256 verified" if self._file.sha256 else "size verified"
         self._say(f"{self._file.name}: complete after {format_duration(round(seconds))}, {how}")

@@ -20,7 +20,7 @@ from headgate.shared.state_files import write_atomic
 def with_entry(text: str, name: str, fields: Mapping[str, Any]) -> str:
     """`text` with the model `name` at the end of `models:`.
 
-    The result is parsed again: nothing else may have changed. Raises ValueError with the lines to add by hand.
+    Raises ValueError with the lines to add by hand if anything else would change, or `text` is not valid YAML.
     """
     try:
         before = yaml.safe_load(text) or {}
@@ -35,7 +35,7 @@ def with_entry(text: str, name: str, fields: Mapping[str, Any]) -> str:
 
 def _by_hand(name: str, fields: Mapping[str, Any]) -> str:
     block = textwrap.indent(_block(name, fields), "  ").rstrip()
-    return f"the file cannot be changed without a risk for its other content; add this under `models:`\n{block}"
+    return f"the model cannot be added without a change of other content; add this under `models:`\n{block}"
 
 
 def _block(name: str, fields: Mapping[str, Any]) -> str:
@@ -72,7 +72,7 @@ def _lines(name: str, fields: Mapping[str, Any], indent: int) -> list[str]:
 
 
 def _models(text: str) -> yaml.Node | None:
-    """The value of `models:`."""
+    """The value of `models:`; None without this key."""
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return next((value for key, value in pairs if key.value == "models"), None)
@@ -102,7 +102,10 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of `path` (behind a symbolic link: of its target) in one step; mode and owner stay."""
+    """Replaces the content of `path` (of the target of a symbolic link) in one step.
+
+    The mode stays, and the owner if this user may set it.
+    """
     target = path.resolve()
     kept = target.stat() if target.exists() else None
     write_atomic(target, text.encode())

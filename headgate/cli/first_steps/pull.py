@@ -1,4 +1,4 @@
-"""`headgate pull`: downloads models from a hub into INFERENCE_MODELS_DIR, of this machine or of a node."""
+"""`headgate pull`: downloads models from a hub into INFERENCE_MODELS_DIR on this machine or on a node."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         metavar="SOURCE",
         nargs="*",
-        help="hf:ORGANIZATION/REPOSITORY:QUANTIZATION or hf:ORGANIZATION/REPOSITORY/FILE.gguf; without it, what "
-        "models.yaml names and is missing",
+        help="hf:ORGANIZATION/REPOSITORY:QUANTIZATION or hf:ORGANIZATION/REPOSITORY/FILE.gguf (default: those of "
+        "models.yaml that are missing here)",
     )
 
 
 def pull(session: Session) -> int:
-    """Downloads, then lets a running service find the files. With `--node`, the service of that node does both."""
+    """Downloads, then lets a running service reload. With `--node`, the service of the node does both."""
     if session.args.node is not None:
         return _pull_on_node(session, Nodes.of(session).one(), parsed(session.args.sources))
     from headgate.cli.first_steps import running_service
@@ -47,7 +47,7 @@ def pull(session: Session) -> int:
     try:
         models = settings.load(target.config_dir, target.environ, {}).models
     except ConfigError as error:
-        session.terminal.say(f"downloaded; the configuration has other mistakes, so nothing was reloaded:\n{error}")
+        session.terminal.say(f"the configuration has mistakes, so no service was reloaded:\n{error}")
         models = {}
     ids = {os.path.realpath(spec.path): spec.id for spec in reversed(list(models.values()))}
     files = []
@@ -78,7 +78,7 @@ def _pull_on_node(session: Session, api: Api, sources: list[HubSource]) -> int:
             raise
         model, plan = found["model"], None
         if model is None:
-            session.terminal.say(f"{source} is in {found['path']}, but the service did not take it; its log says why")
+            session.terminal.say(f"{source} is in {found['path']}, but the service did not accept it; its log says why")
         else:
             plan = running_service.first_plan(session, api, model)
             running_service.say_how_to_ask(session, model)
@@ -107,7 +107,7 @@ def _followed(session: Session, api: Api, source: HubSource) -> dict[str, Any]:
                 raise HeadgateError(f"{node}{event['message']}")
             elif frame.event == b"done":
                 return event
-    raise HeadgateError(f"{node}the connection ended before the download; the same command continues it")
+    raise HeadgateError(f"{node}the connection ended before the download was complete; the same command continues it")
 
 
 def parsed(texts: list[str]) -> list[HubSource]:
@@ -121,7 +121,7 @@ def parsed(texts: list[str]) -> list[HubSource]:
 
 
 def models_directory(environ: Mapping[str, str]) -> Path:
-    """INFERENCE_MODELS_DIR. Raises ConfigError."""
+    """INFERENCE_MODELS_DIR as an absolute path. Raises ConfigError if any setting of the service is invalid."""
     from inference import environment_settings
 
     problems: list[Problem] = []
@@ -132,7 +132,10 @@ def models_directory(environ: Mapping[str, str]) -> Path:
 
 
 def missing_sources(directory: Path, environ: Mapping[str, str], models_dir: Path) -> list[HubSource]:
-    """The `hf:` sources of models.yaml without a complete download. Raises ConfigError for an unreadable file."""
+    """The `hf:` sources of models and draft models in models.yaml without a complete download.
+
+    Raises ConfigError for an invalid file. Skips invalid sources.
+    """
     from headgate.shared import configfile
     from inference.models_dir import HUB, HubSource
     from inference.settings import NO_MODELS, ModelsFile
@@ -170,14 +173,14 @@ def _is_here(source: HubSource, models_dir: Path) -> bool:
 def download(
     session: Session, sources: list[HubSource], environ: Mapping[str, str], models_dir: Path
 ) -> list[ModelFile]:
-    """The files of each source. Raises HeadgateError."""
+    """Downloads what is missing of each source, and returns the files. Raises HeadgateError."""
     from headgate.cli.first_steps.hub import Hub
 
     found = []
     terminal = session.terminal
     with contextlib.closing(Hub(environ, say=terminal.say, status=lambda at: terminal.status(str(at)))) as hub:
         for source in sources:
-            terminal.status(f"asking {hub.endpoint} for {source} ...")
+            terminal.status(f"looking up {source} ...")
             plan = hub.plan(source, models_dir)
             if not plan.missing():
                 terminal.say(f"{source}: complete in {plan.folder}")

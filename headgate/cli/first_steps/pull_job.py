@@ -1,6 +1,7 @@
 """`python -m headgate.cli.first_steps.pull_job SOURCE DIRECTORY`: a download for the inference service.
 
-Writes one JSON object per line: `message`, `progress` (at most one a second), and at the end `done` or `error`.
+Writes one JSON object per line, whose `event` is `message`, `progress` (at most one a second, and the last of a file),
+and at the end `done` or `error`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROGRESS_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Downloads one source. Ends with its parent."""
+    """Downloads one source. Returns the exit status: 1 after `error`. Ends when its parent ends."""
     text, directory = arguments
     child_process.die_with_parent(os.environ)
     source = HubSource.parse(text)

@@ -29,18 +29,20 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Target:
-    """Where models are added: the configuration and models directories, and the process that reloads them.
+    """Where models are added: the configuration directory, and the environment with the models directory.
 
-    They are those of a running `headgate up`, else of this command.
+    They are those of a running `headgate up`, else of this command. A directory that is chosen by an option or a
+    variable comes first.
     """
 
     config_dir: Path
     environ: Mapping[str, str]
     pid: int | None
+    """The process that reloads the configuration on SIGHUP; None if none runs, or it uses another directory."""
 
     @classmethod
     def of(cls, session: Session) -> Target:
-        """The target of this command. A chosen directory (option or variable) is not replaced."""
+        """The target of this command."""
         record = addresses.Record.read(session.state)
         environ = dict(session.environ)
         if record is None:
@@ -77,7 +79,7 @@ def _pid_in(path: Path) -> int | None:
 def reload(session: Session, target: Target, model: str) -> Api | None:
     """Lets the running service read its files again and waits until it has `model`. None if no service runs.
 
-    Raises HeadgateError if the service does not take it.
+    Raises HeadgateError if it does not have the model within RELOAD_SECONDS.
     """
     if target.pid is None:
         return None
@@ -98,8 +100,8 @@ def reload(session: Session, target: Target, model: str) -> Api | None:
         except (ApiError, NotRunningError) as error:
             if time.monotonic() > ends:
                 raise HeadgateError(
-                    f"the running service (pid {target.pid}) did not take the new configuration within "
-                    f"{RELOAD_SECONDS:g} s ({error}); its log says why"
+                    f"the running service (pid {target.pid}) did not add {model} within {RELOAD_SECONDS:g} s "
+                    f"({error}); its log says why"
                 ) from error
         else:
             return api
@@ -107,7 +109,7 @@ def reload(session: Session, target: Target, model: str) -> Api | None:
 
 
 def first_plan(session: Session, api: Api, model: str) -> dict[str, Any] | None:
-    """What `model` needs and whether it fits now; prints it. None, with a line, if it cannot be computed."""
+    """The plan of the service at `api` for `model`; prints it. None, with a printed reason, if that fails."""
     session.terminal.status(f"estimating {model} ...")
     try:
         answer: dict[str, Any] = api.post("/memory/plan", {"model": model}, seconds=PLAN_SECONDS)
@@ -123,4 +125,6 @@ def first_plan(session: Session, api: Api, model: str) -> dict[str, Any] | None:
 
 def say_how_to_ask(session: Session, model: str) -> None:
     """Prints the next step after a model was added."""
-    session.terminal.say(f'ask it: headgate run {model} "Hello", or in a browser: {addresses.gateway_url(session)}/ui/')
+    session.terminal.say(
+        f'to use it: headgate run {model} "Hello", or in a browser: {addresses.gateway_url(session)}/ui/'
+    )

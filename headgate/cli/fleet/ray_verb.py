@@ -1,4 +1,4 @@
-"""`headgate ray`: inference services on the nodes of a Ray cluster: start, show, end."""
+"""`headgate ray`: starts, shows and ends inference services on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--host", metavar="HOST", help="address to listen on (default: the address of the node in Ray)")
     up.add_argument(
-        "--port", metavar="PORT", type=int, default=8085, help="port of the services; 0: a free one per node (8085)"
+        "--port", metavar="PORT", type=int, default=8085, help="port of the services (8085); 0: a free one on each node"
     )
     up.add_argument(
         "--token-from",
@@ -113,16 +113,18 @@ def _up(session: Session) -> int:
     _show(session, reports)
     not_ready = [each.name for each in reports if each.state is not State.READY]
     if not reports:
-        raise HeadgateError("the cluster has no node for an inference service: all have the label headgate=off")
+        raise HeadgateError(
+            "no inference service was started: no node reported, or all nodes have the label headgate=off"
+        )
     if not_ready:
         raise HeadgateError(
-            f"not ready: {', '.join(not_ready)}; they are tried again, and `headgate ray status` shows them"
+            f"not ready: {', '.join(not_ready)}; their start goes on, and `headgate ray status` shows it"
         )
     return Exit.OK
 
 
 def difference(running: ServiceSettings, wanted: ServiceSettings) -> str | None:
-    """What is different in the running services, or None. Their token is not known here."""
+    """The first setting that differs in the running services, or None. The controller does not reveal their token."""
     for name, option in (
         ("version", "headgate"),
         ("config_dir", "--config-dir"),
@@ -186,7 +188,9 @@ def _down(session: Session) -> int:
     else:
         session.terminal.say(f"ended {count} inference services")
     if killed:
-        session.terminal.say(f"not within {seconds_cell(session.args.drain)}, and killed: {', '.join(killed)}")
+        session.terminal.say(
+            f"killed, because they did not end within {seconds_cell(session.args.drain)}: {', '.join(killed)}"
+        )
     return Exit.OK
 
 
