@@ -25,7 +25,7 @@ PROOF_SECONDS = 120.0
 """Timeout of the check of a build, which takes about a second on an idle machine."""
 
 _BACKEND = re.compile(
-    r"-DGGML_(RPC|CUDA|HIP|VULKAN|SYCL|MUSA|CANN|OPENCL|OPENVINO)(?::\w+)?=(?:ON|1|TRUE|YES)\b", re.IGNORECASE
+    r"-D\s*GGML_(RPC|CUDA|HIP|VULKAN|SYCL|MUSA|CANN|OPENCL|OPENVINO)(?::\w+)?=(?:ON|1|TRUE|YES)\b", re.IGNORECASE
 )
 
 

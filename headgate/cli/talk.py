@@ -155,7 +155,6 @@ def chat(session: Session) -> int:
         terminal.say(
             f"Chat with {session.args.model}. /clear starts over, /bye or Ctrl-D ends, Ctrl-C stops an answer."
         )
-    failed = False
     while (text := _next_line(session, interactive)) is not None:
         if text in ("/bye", "/exit", "/quit"):
             break
@@ -182,10 +181,9 @@ def chat(session: Session) -> int:
         except ApiError as error:
             messages.pop()
             terminal.say(f"{terminal.paint_err('headgate:', 'red')} {error}")
-            failed = True
             if not interactive:
                 return error.exit_code
-    return Exit.FAILURE if failed and not interactive else Exit.OK
+    return Exit.OK
 
 
 def _next_line(session: Session, interactive: bool) -> str | None:

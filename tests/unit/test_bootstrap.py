@@ -27,6 +27,7 @@ LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
         ("-DGGML_RPC=ON", ["rpc"]),
         ("-DGGML_CUDA=on -DGGML_RPC=ON -DCMAKE_CUDA_ARCHITECTURES=90", ["cuda", "rpc"]),
         ("-DGGML_CUDA:BOOL=TRUE", ["cuda"]),
+        ("-D GGML_VULKAN=ON", ["vulkan"]),
         ("-DGGML_CUDA=OFF -DGGML_NATIVE=ON", []),
     ],
 )

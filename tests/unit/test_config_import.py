@@ -424,3 +424,13 @@ def test_files_that_cannot_be_read_are_refused(place: Path, name: str, advice: s
     (place / "x.bin").write_bytes(b"\xff\xfe\x00")
     assert main(["config", "import", name]) == 2
     assert advice in capsys.readouterr().err
+
+
+def test_report_is_in_the_order_of_the_file() -> None:
+    names = [f"setting_{letter}" for letter in "hbgacfde"]
+    swap = {"models": {"m": {"cmd": f"llama-server -m m.gguf {' '.join(f'--{name} 1' for name in names)}"}}}
+    swap |= dict.fromkeys(names, 1)
+    lite = {"model_list": [], "router_settings": dict.fromkeys(names, 1)}
+    reports = [[each.where for each in recognized(json.dumps(data), {}).left] for data in (swap, lite)]
+    assert reports[0] == [*(f"m: {name} 1" for name in names), *names]
+    assert reports[1] == [f"router_settings.{name}" for name in names]

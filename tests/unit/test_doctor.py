@@ -280,6 +280,14 @@ def test_lock_space_and_providers_without_a_key_are_reported(
     assert found["providers"]["advice"].startswith("set OPENAI_API_KEY")
 
 
+def test_files_that_the_gateway_needs_and_that_are_missing_are_a_warning(place: Path, capsys: Any) -> None:
+    text = "inference: {tls: {ca: /missing/ca.pem}}\nroutes: {demo: {chain: [local/demo]}}\n"
+    (place / "config" / "gateway.yaml").write_text(text)
+    status, found = run(capsys)
+    assert (status, found["configuration"]["level"]) == (0, "warning")
+    assert "/missing/ca.pem" in found["configuration"]["message"]
+
+
 def test_used_ports_and_refused_keys_are_problems(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     refusal = Canned({"error": {"message": "key", "code": "invalid_api_key"}}, 401)
     with canned_service({"GET /v1/models": refusal}) as service:

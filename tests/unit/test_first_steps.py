@@ -157,6 +157,8 @@ def test_add_without_own_configuration_copies_the_packaged_one(
     answer = json.loads(output.out)
     assert (answer["model"], answer["reloaded"]) == ("mine", False)
     assert "copied the packaged configuration" in output.err
+    assert "start the services with: headgate up" in output.err
+    assert "the running services" not in output.err
     assert models(place)["mine"]["path"] == str(place / "mine.gguf")
     assert "mine" not in (package / "defaults" / "models.yaml").read_text()
 

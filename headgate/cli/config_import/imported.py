@@ -38,8 +38,10 @@ class Imported:
 
     def leave_unknown(self, where: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
         """Reports every key of `values` that is not `known`."""
-        for name in values.keys() - set(known):
-            self.leave(f"{where}{name}", "has no counterpart")
+        known = set(known)
+        for name in values:
+            if name not in known:
+                self.leave(f"{where}{name}", "has no counterpart")
 
     def provider(self, name: str, settings: Mapping[str, Any]) -> str:
         """Adds a provider with these settings unless there is one. Returns its name, `name` or `name-NUMBER`."""

@@ -102,8 +102,9 @@ def read(data: Mapping[str, Any]) -> Imported:
         elif section == "environment_variables":
             found.leave(section, _ADVICE[section])
         elif section != "model_list":
-            for name in as_mapping(values).keys() - {*_SETTINGS, "master_key"}:
-                found.leave(f"{section}.{name}", _ADVICE.get(name, "has no counterpart"))
+            for name in as_mapping(values):
+                if name not in {*_SETTINGS, "master_key"}:
+                    found.leave(f"{section}.{name}", _ADVICE.get(name, "has no counterpart"))
     return found
 
 
@@ -123,7 +124,8 @@ def _deployment(found: Imported, number: int, deployment: Mapping[str, Any]) -> 
     found.route(name, entry)
     defaults = found.accepted(f"{where}: ", {key: value for key, value in params.items() if key in NAMES})
     found.parameters(where, name, {"defaults": defaults})
-    for key in [*(params.keys() - {*_PARAMS, *NAMES}), *(deployment.keys() & {"rpm", "tpm"})]:
+    others = [key for key in params if key not in {*_PARAMS, *NAMES}]
+    for key in [*others, *(key for key in deployment if key in {"rpm", "tpm"})]:
         found.leave(f"{where}: {key}", _ADVICE.get(key, "has no counterpart"))
 
 

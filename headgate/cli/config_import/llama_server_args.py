@@ -165,8 +165,9 @@ def entry_of(
     for name, capability in (("embedding", "embeddings"), ("reranking", "rerank")):
         if name in options:
             entry["capabilities"] = [capability]
-    for name in options.keys() - USED - NEEDLESS - SAMPLING.keys():
-        leave(name, ADVICE.get(name, "has no counterpart"))
+    for name in options:
+        if name not in USED | NEEDLESS | SAMPLING.keys():
+            leave(name, ADVICE.get(name, "has no counterpart"))
     return entry
 
 

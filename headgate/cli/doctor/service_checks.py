@@ -12,7 +12,7 @@ from typing import Any
 from headgate.cli import addresses
 from headgate.cli.client import ApiError
 from headgate.cli.command import Session
-from headgate.cli.config import FILES, unknown_models
+from headgate.cli.config import FILES, unknown_models, unmet_needs
 from headgate.cli.doctor.findings import Finding, note, ok, problem, warning
 from headgate.cli.nodes import ONLY, Nodes
 from headgate.shared import ports
@@ -44,8 +44,9 @@ def configuration(session: Session) -> tuple[list[Finding], list[Any]]:
                     )
     if found:
         return found, []
-    warnings = [warning("configuration", text, "correct gateway.yaml") for text in unknown_models(*loaded)]
     inference, gateway = loaded
+    warnings = [warning("configuration", text, "correct gateway.yaml") for text in unknown_models(inference, gateway)]
+    warnings += [warning("configuration", text, "") for text in unmet_needs(gateway)]
     models = len(inference.model_ids)
     summary = ok("configuration", f"{directory.absolute()}: {models} models, {len(gateway.routes)} routes")
     if not models:

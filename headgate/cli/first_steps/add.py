@@ -53,7 +53,7 @@ def add(session: Session) -> int:
         _write(path, model, fields, target.environ)
         session.terminal.say(f"{path}: added {model!r}")
     answer: dict[str, Any] = {"model": model, "file": str(path), "reloaded": False, "plan": None}
-    if path.parent.absolute() != target.config_dir.absolute():
+    if target.pid is not None and path.parent.absolute() != target.config_dir.absolute():
         session.terminal.say(
             f"the running services use {target.config_dir}; stop them, then start them in this directory: headgate up"
         )
