@@ -139,6 +139,8 @@ def breakers(session: Session) -> int:
         headers = ["NODE", *headers]
         rows = [[entry.get("node") or "-", *cells] for entry, cells in zip(found, rows, strict=True)]
     none = "no breaker exists yet; the first request to a provider creates one"
+    if node is not None:
+        none = f"the gateway has no breaker of a node {node}"
     session.terminal.table(headers, rows, ["FAILURES", "NEXT PROBE"], none)
     return Exit.OK
 

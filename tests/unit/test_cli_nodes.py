@@ -224,6 +224,8 @@ def test_breakers_verb_shows_a_node_column_and_accepts_the_node_option(
         ]
         assert main(["breakers", "--node", "a"]) == 0
         assert "openai" not in capsys.readouterr().out
+        assert main(["breakers", "--node", "c"]) == 0
+        assert capsys.readouterr().out == "the gateway has no breaker of a node c\n"
 
 
 def test_list_of_a_single_service_has_no_node_column_and_refuses_the_node_option(
