@@ -75,7 +75,7 @@ class Overheads:
 
 
 def is_learnable(observed_bytes: int) -> bool:
-    """Whether so many bytes count as overhead."""
+    """Whether an observation of this size counts as overhead."""
     return observed_bytes <= MAX_BYTES
 
 
