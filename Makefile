@@ -104,7 +104,7 @@ bench-kv: machine ## stored sequences: restores, alternating conversations, llam
 bench-schema: machine ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)
 
-gpu-check: machine ## on a real NVIDIA GPU, in ten minutes: PARTS=bytes,growth,experts,warm,kv GPU_CHECK_SHAPE=1b; else it skips; QUICK=1
+gpu-check: machine ## on a real NVIDIA GPU, in ten minutes: PARTS=bytes,decode,growth,experts,warm,kv GPU_CHECK_SHAPE=1b; else it skips; QUICK=1
 	@exec $(RUN) benchmarks.gpu_check
 
 chaos: machine ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 MINUTES=60 PLANTS=all|none

@@ -1,11 +1,12 @@
 """Every figure that is simulated without an NVIDIA GPU, in ten minutes on one. Prints a notice without a GPU.
 
-    python -m benchmarks.gpu_check      PARTS=bytes,growth,experts,warm,kv  QUICK=1  GPU_CHECK_SHAPE=1b
+    python -m benchmarks.gpu_check      PARTS=bytes,decode,growth,experts,warm,kv  QUICK=1  GPU_CHECK_SHAPE=1b
                                         GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own to `bytes`
 
-bytes: predicted bytes against the driver's, restores and checkpoints against the link. growth: bytes that a plan does
-not contain are booked to their model. experts: bytes and speed with experts in host memory, predicted and measured.
-warm: the first token of cold and warm models. kv: restored sequences against their prefill and against copies.
+bytes: predicted bytes against the driver's, restores and checkpoints against the link. decode: tokens per second
+beside a loop without a server. growth: bytes that a plan does not contain are booked to their model. experts: bytes and
+speed with experts in host memory, predicted and measured. warm: the first token of cold and warm models. kv: restored
+sequences against their prefill and against copies.
 
 Each part runs in a process of its own with a time limit, and what it measured until then stays. The table is printed
 and written to benchmarks/results/gpu_check.md. INFERENCE_DEVICES=sim:1x4GiB runs the same on simulated devices.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks import gpu_bytes, gpu_services, gpu_table
+from benchmarks import gpu_bytes, gpu_decode, gpu_services, gpu_table
 from benchmarks.gpu_table import Row
 from benchmarks.gpu_target import Target
 from headgate.shared.units import format_bytes
@@ -47,6 +48,7 @@ class Part:
 
 PARTS: Mapping[str, Part] = {
     "bytes": Part(140, gpu_bytes.rows),
+    "decode": Part(60, gpu_decode.rows),
     "growth": Part(60, gpu_services.growth),
     "experts": Part(120, gpu_services.experts),
     "warm": Part(120, gpu_services.warm),

@@ -30,7 +30,7 @@ def test_missing_gpu_is_reported_without_a_failure(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"PARTS": "warm,hot"}, "unknown part 'hot'; parts: bytes, growth, experts, warm, kv"),
+        ({"PARTS": "warm,hot"}, "unknown part 'hot'; parts: bytes, decode, growth, experts, warm, kv"),
         ({"GPU_CHECK_SHAPE": "7b"}, "unknown GPU_CHECK_SHAPE '7b'; shapes: "),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_services, gpu_table, kv
+from benchmarks import gpu_decode, gpu_services, gpu_table, kv
 from benchmarks.figures import Middle
 from benchmarks.gpu_table import Row
 from benchmarks.gpu_target import Target
@@ -81,6 +81,13 @@ def test_experts_are_compared_by_what_they_free_on_the_device() -> None:
     used["host"] = 530 * MIB, 100 * MIB
     rows = list(gpu_services.experts_rows("host", plan, speed, 1015.0, used))
     assert [row.reached for row in rows] == [False, False, True]
+
+
+def test_decoding_worker_is_compared_with_a_loop() -> None:
+    rows = list(gpu_decode.decode_rows("1b", [660.0, 3250.0, 5000.0], [770.0, 3500.0, 7600.0]))
+    assert [(row.value, row.reached) for row in rows] == [("660", True), ("3250", True), ("5000", False)]
+    assert rows[2].figure == "1b, tokens/s of 32 concurrent answers"
+    assert rows[2].expected == "7600 in a loop, at least 0.7 of it"
 
 
 def test_warm_models_are_compared_with_cold_ones() -> None:
