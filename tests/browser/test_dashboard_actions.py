@@ -51,7 +51,7 @@ def test_failed_action_shows_the_error_of_the_gateway(page: Any, gateway: FakeDa
     page.get_by_role("dialog").get_by_text("qwen-7b needs 5.1 GiB and").wait_for()
 
 
-def test_breaker_reset_and_device_recovery_state_what_they_do_first(page: Any, gateway: FakeDashboard) -> None:
+def test_breaker_reset_and_device_recovery_are_explained_before_they_run(page: Any, gateway: FakeDashboard) -> None:
     page.locator('nav a[href="#/breakers"]').click()
     page.get_by_role("button", name="Reset … openai").click()
     dialog = page.get_by_role("dialog", name="Reset openai")
@@ -127,7 +127,7 @@ def test_playground_calls_tools_and_sends_their_results(page: Any, gateway: Fake
     assert gateway.chats[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "7 degrees"}
 
 
-def test_playground_without_streaming(page: Any, gateway: FakeDashboard) -> None:
+def test_playground_shows_an_answer_without_streaming(page: Any, gateway: FakeDashboard) -> None:
     page.locator('nav a[href="#/playground"]').click()
     page.get_by_label("Stream").uncheck()
     page.get_by_label("Max tokens").fill("12")

@@ -55,7 +55,7 @@ def test_unreachable_inference_service_is_shown(page: Any, gateway: FakeDashboar
     page.get_by_text("The inference service does not answer").wait_for(state="hidden")
 
 
-def test_texts_of_the_stream_are_no_markup(page: Any, gateway: FakeDashboard) -> None:
+def test_texts_of_the_stream_are_not_rendered_as_markup(page: Any, gateway: FakeDashboard) -> None:
     text = "<img src=x onerror=alert(1)><b>bold</b>"
     gateway.push("timeline", {"entry": page_records.entry(time.time(), "crash", text, text, "error")})
     go(page, "timeline")
@@ -146,7 +146,7 @@ def _tab_to(page: Any, text: str) -> None:
     raise AssertionError(f"Tab does not reach {text!r}")
 
 
-def test_from_the_sign_in_to_a_loaded_model_by_keyboard_alone(watched: Watched, gateway: FakeDashboard) -> None:
+def test_keyboard_alone_leads_from_the_sign_in_to_a_loaded_model(watched: Watched, gateway: FakeDashboard) -> None:
     page = watched.page()
     page.goto(gateway.url)
     page.get_by_label("API key").wait_for()
@@ -198,7 +198,9 @@ def _background(page: Any) -> int:
     return int(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"))
 
 
-def test_dark_follows_the_system_and_the_switch_stays(watched: Watched, gateway: FakeDashboard) -> None:
+def test_theme_follows_the_system_and_the_choice_of_the_switch_is_kept(
+    watched: Watched, gateway: FakeDashboard
+) -> None:
     page = sign_in(watched.page(color_scheme="dark"), gateway.url)
     assert _background(page) < 60
     page.get_by_role("button", name="Theme: system").click()
@@ -209,7 +211,7 @@ def test_dark_follows_the_system_and_the_switch_stays(watched: Watched, gateway:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(watched: Watched, gateway: FakeDashboard, scheme: str) -> None:
+def test_axe_finds_no_violation_above_minor(watched: Watched, gateway: FakeDashboard, scheme: str) -> None:
     """All rules on the light page; on the dark one only the contrast can differ."""
     page = watched.page(color_scheme=scheme, bypass_csp=True)
     rules = ["color-contrast"] if scheme == "dark" else None

@@ -78,7 +78,7 @@ def test_sums_of_the_last_five_minutes_leave_out_older_ones(page: Any) -> None:
     assert sums["ttft_p50"] == (0.1 + 3 * 0.3) / 4
 
 
-def test_numbers_bytes_and_times_as_text(page: Any) -> None:
+def test_numbers_bytes_and_times_are_shown_with_units(page: Any) -> None:
     texts = page.evaluate(
         """async ([MIB, GIB]) => {
             const f = await import("./core/format.js");
@@ -144,7 +144,7 @@ def test_streamed_answer_is_read_in_any_pieces(page: Any) -> None:
     assert answer["usage"] == {"completion_tokens": 3}
 
 
-def test_events_of_a_hidden_page_are_applied_without_a_frame(page: Any) -> None:
+def test_each_1000_events_of_a_hidden_page_are_applied_without_a_frame(page: Any) -> None:
     sizes = page.evaluate(
         """async () => {
             const { createStore } = await import("./core/store.js");

@@ -98,12 +98,12 @@ def test_requests_change_phase_and_finished_ones_have_their_record(page: Any, ga
     page.wait_for_url("**#/requests")
 
 
-def test_a_record_that_is_gone_is_explained(page: Any, gateway: FakeDashboard) -> None:
+def test_page_explains_that_only_the_last_1000_records_are_kept(page: Any, gateway: FakeDashboard) -> None:
     page.goto(gateway.url + "#/requests/other")
     page.get_by_role("dialog").get_by_text("only the last 1000 requests are kept").wait_for()
 
 
-def test_timeline_and_log_are_filtered(page: Any, gateway: FakeDashboard) -> None:
+def test_timeline_can_be_filtered_and_log_lines_are_shown(page: Any, gateway: FakeDashboard) -> None:
     assert "SIGSEGV" in show(page, "timeline")
     gateway.push("timeline", {"entry": page_records.entry(time.time(), "device", "gpu-1", "lost: Xid 79", "error")})
     gateway.push("log", {"line": page_records.line(time.time(), "device gpu-1 is lost", "error")})
@@ -114,7 +114,7 @@ def test_timeline_and_log_are_filtered(page: Any, gateway: FakeDashboard) -> Non
     page.get_by_text("4 of 5").wait_for()
 
 
-def test_keys_and_usage(page: Any, gateway: FakeDashboard) -> None:
+def test_keys_are_shown_with_limits_models_budgets_and_usage(page: Any, gateway: FakeDashboard) -> None:
     show(page, "keys")
     page.get_by_text("This gateway does not store usage.").wait_for()
     keys = page.get_by_role("table", name="Keys").inner_text()
@@ -147,7 +147,7 @@ def test_a_use_key_sees_the_page_read_only(watched: Watched, gateway: FakeDashbo
     assert "read-only" in dialog.inner_text() and dialog.get_by_role("radio").count() == 0
 
 
-def test_wrong_key_is_refused_with_what_to_do_and_sign_out_ends_the_session(
+def test_wrong_key_is_refused_with_a_remedy_and_sign_out_ends_the_session(
     watched: Watched, gateway: FakeDashboard
 ) -> None:
     page = watched.page()

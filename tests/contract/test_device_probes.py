@@ -205,7 +205,7 @@ async def ended(probe: SimProbe, noticed: asyncio.Event) -> int:
     return pid
 
 
-async def test_host_memory_has_a_trial() -> None:
+async def test_trial_of_the_host_succeeds() -> None:
     """A helper computes and compares, as for every other device."""
     await CpuProbe().trial("cpu")
 
@@ -221,7 +221,7 @@ async def test_inventory_uses_the_probe_of_the_device_for_trials() -> None:
     assert (first.done, second.done, notices) == (["renew"], ["trial cpu", "renew"], ["now"])
 
 
-async def test_single_event_is_seen_by_simultaneous_readings() -> None:
+async def test_simultaneous_readings_run_one_after_the_other() -> None:
     """An event is part of one reading only; two simultaneous readings both show it."""
     paper = RecordingProbe("gpu-0")
     inventory = Inventory([paper])
@@ -264,7 +264,7 @@ class RecordingProbe(CpuProbe):
         return (Reading(self.id, "cuda", "paper", 0, 0, 0, sign=self.sign),)
 
 
-async def test_refusal_of_a_simulator_has_its_message() -> None:
+async def test_refused_command_of_the_simulator_has_its_message() -> None:
     probe = SimProbe(SIZES)
     await probe.start()
     with pytest.raises(HeadgateError, match="other processes can use 0 to 629145600 bytes"):

@@ -254,7 +254,7 @@ BAD_OPENAI: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("change", "code"), BAD_OPENAI)
-async def test_fake_openai_refuses_the_same_requests(
+async def test_fake_openai_refuses_what_the_real_api_refuses(
     http: httpx2.AsyncClient, change: dict[str, Any], code: str | None
 ) -> None:
     answer = await http.post("/v1/chat/completions", json={"model": "m", "messages": ASK, **change})
@@ -297,7 +297,9 @@ BAD_ANTHROPIC: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BAD_ANTHROPIC)
-async def test_fake_anthropic_refuses_the_same_requests(http: httpx2.AsyncClient, change: dict[str, Any]) -> None:
+async def test_fake_anthropic_refuses_what_the_real_api_refuses(
+    http: httpx2.AsyncClient, change: dict[str, Any]
+) -> None:
     body = {"model": "m", "messages": ASK, "max_tokens": 10, **change}
     answer = await http.post("/v1/messages", json={name: value for name, value in body.items() if value is not None})
     assert answer.status_code == 400, answer.text

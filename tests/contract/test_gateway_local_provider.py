@@ -115,7 +115,9 @@ async def test_other_requests_return_json_or_the_error_of_the_service(
     assert gone.value.kind is UpstreamKind.CONNECT
 
 
-async def test_view_keeps_its_data_while_the_service_is_silent(fake: FakeInference, provider: LocalProvider) -> None:
+async def test_view_keeps_the_models_of_a_stopped_service_until_they_are_stale(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
     now = [0.0]
     fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, aliases=("d",), fits=False, reason="no room")
     view = InferenceView(provider.get_json, lambda: now[0])

@@ -80,7 +80,7 @@ async def test_idle_worker_sends_heartbeats(supervisor: Supervisor) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_stopped_worker_ends_with_0_and_leaves_no_socket(supervisor: Supervisor) -> None:
+async def test_stopped_worker_ends_as_requested_and_leaves_no_socket(supervisor: Supervisor) -> None:
     worker = await _ready(supervisor)
     worker.stop()
     async with asyncio.timeout(10):

@@ -94,7 +94,7 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Gateways]:
             yield found
 
 
-async def test_requests_of_a_minute_are_exact(gateways: Gateways) -> None:
+async def test_limit_of_requests_per_minute_is_exact(gateways: Gateways) -> None:
     limits = Limits(requests_per_minute=6)
     assert await gateways.accepted(limits, 10) == 6
     with pytest.raises(RefusedError) as refused:
@@ -105,7 +105,7 @@ async def test_requests_of_a_minute_are_exact(gateways: Gateways) -> None:
     assert gateways.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_usage_drains(gateways: Gateways) -> None:
+async def test_used_requests_drain_with_time(gateways: Gateways) -> None:
     limits = Limits(requests_per_minute=600)
     began = time.monotonic()
     accepted = await gateways.accepted(limits, 700)
@@ -114,7 +114,7 @@ async def test_usage_drains(gateways: Gateways) -> None:
     await gateways.enter(limits, 1)
 
 
-async def test_simultaneous_requests_do_not_pass_the_limit_together(gateways: Gateways) -> None:
+async def test_simultaneous_requests_do_not_exceed_the_limit_together(gateways: Gateways) -> None:
     limits = Limits(requests_per_minute=9, concurrent=5)
 
     async def one(at: int) -> bool:
@@ -244,7 +244,7 @@ async def test_gateway_that_starts_without_the_store_allows_its_share_of_the_las
             server.start()
 
 
-async def test_smaller_number_of_gateways_is_stored_after_it_has_held(tmp_path: Path) -> None:
+async def test_smaller_number_of_gateways_is_stored_only_after_a_hold_time(tmp_path: Path) -> None:
     """Gateways that stop together leave one after the other, and must not start as if each were alone."""
     now = 0.0
     file = GatewayCountFile(StateDir(tmp_path), clock=lambda: now)

@@ -30,7 +30,7 @@ async def two(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Leases, Lea
         await state.stop()
 
 
-async def test_one_holder_at_a_time(two: tuple[Leases, Leases]) -> None:
+async def test_lease_has_one_holder_at_a_time(two: tuple[Leases, Leases]) -> None:
     one, other = two
     lease = await one.acquire("placement:demo", 5.0)
     assert lease is not None
@@ -43,12 +43,12 @@ async def test_one_holder_at_a_time(two: tuple[Leases, Leases]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_many_at_once_give_one_holder(two: tuple[Leases, Leases]) -> None:
+async def test_simultaneous_requests_for_a_lease_give_one_holder(two: tuple[Leases, Leases]) -> None:
     found = await asyncio.gather(*(two[number % 2].acquire("rebalance", 5.0) for number in range(20)))
     assert sum(lease is not None for lease in found) == 1
 
 
-async def test_lease_expires_for_its_holder(two: tuple[Leases, Leases]) -> None:
+async def test_expired_lease_goes_to_another_holder_and_cannot_be_renewed(two: tuple[Leases, Leases]) -> None:
     one, other = two
     first = await one.acquire("rebalance", 0.05)
     assert first is not None
@@ -70,7 +70,7 @@ async def test_renewed_lease_is_kept(two: tuple[Leases, Leases]) -> None:
         assert await other.acquire("rebalance", 0.1) is None
 
 
-async def test_without_the_store_a_lease_is_of_one_gateway(server: RedisServer) -> None:
+async def test_lease_without_the_store_holds_in_one_gateway_only(server: RedisServer) -> None:
     server.command("FLUSHALL")
     state = SharedState(server.url)
     await state.start()

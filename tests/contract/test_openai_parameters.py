@@ -53,7 +53,7 @@ def test_parameters_of_cloud_caches_are_ignored() -> None:
     parse(Endpoint.CHAT, json.dumps({**CHAT, "model": "demo", "prompt_cache_options": {}}).encode())
 
 
-def test_parameter_that_the_answer_would_lack_is_refused_with_a_reason() -> None:
+def test_worker_refuses_an_unsupported_parameter_with_a_reason() -> None:
     """By a worker directly, where null requests nothing; the gateway uses another tier."""
     body = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
     with pytest.raises(BadRequestError, match="moderation is not supported") as caught:

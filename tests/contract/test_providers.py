@@ -489,7 +489,7 @@ async def test_unsupported_endpoint_is_refused_before_a_request(
 
 
 @only_clouds
-async def test_request_that_cannot_be_written_is_not_a_failure_of_the_provider(
+async def test_request_that_cannot_be_translated_is_not_a_failure_of_the_provider(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A defect of the gateway: the tier is not at fault, and the next one may serve the request."""
@@ -517,7 +517,7 @@ async def test_unsupported_parameters_agree_with_the_errors_of_attempts(rig: Rig
 
 
 @pytest.mark.parametrize("rig", ["openai", "google", "local"], indirect=True)
-async def test_embeddings_are_the_bytes_of_the_provider(rig: Rig) -> None:
+async def test_embeddings_of_the_provider_are_returned(rig: Rig) -> None:
     call = rig.call(body={"input": ["a", "b"]}, endpoint=Endpoint.EMBEDDINGS)
     answer = json.loads(await rig.provider.unary(call))
     assert [item["index"] for item in answer["data"]] == [0, 1]
@@ -576,7 +576,7 @@ async def test_embedding_that_is_not_a_json_object_is_malformed() -> None:
         await provider.aclose()
 
 
-async def test_answer_in_one_piece_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_in_one_piece_beyond_the_size_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small compressed body may contain gigabytes."""
     monkeypatch.setattr(cloud_http, "MAX_ANSWER_BYTES", 1000)
     monkeypatch.setattr(cloud_http, "MAX_ERROR_BYTES", 1000)

@@ -61,7 +61,9 @@ async def test_gateway_that_cannot_reach_a_service_does_not_keep_others_from_it(
         assert one.breakers.by_model("local")["lost"].state is OPEN
 
 
-async def test_databases_of_one_server_are_apart(server: RedisServer, tmp_path: Path) -> None:
+async def test_breakers_in_different_databases_of_one_server_are_independent(
+    server: RedisServer, tmp_path: Path
+) -> None:
     """Redis publishes to the listeners of all databases."""
     other = server.url.removesuffix("/0") + "/1"
     async with (
@@ -73,7 +75,7 @@ async def test_databases_of_one_server_are_apart(server: RedisServer, tmp_path: 
         assert apart.is_state(CLOSED)
 
 
-async def test_old_entries_are_forgotten_here_as_in_the_store(
+async def test_gateway_forgets_old_entries_as_the_store_does(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Model names may come from clients, so there may be any number."""
@@ -147,7 +149,7 @@ async def test_exactly_one_gateway_probes_a_half_open_breaker(server: RedisServe
         assert probes >= 130, "a round without a probe: each request met a change that another gateway had just made"
 
 
-async def test_probe_of_a_gateway_that_knows_less_is_refused(server: RedisServer, tmp_path: Path) -> None:
+async def test_gateway_that_missed_messages_gets_no_second_probe(server: RedisServer, tmp_path: Path) -> None:
     async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
         await one.open()
         await until(lambda: two.is_state(OPEN), 1)
@@ -269,7 +271,7 @@ async def test_number_of_gateways_follows_their_heartbeats(server: RedisServer, 
         assert server.command("ZCARD", GATEWAYS) == b":1\r\n"
 
 
-async def test_open_period_of_the_file_counts_where_the_store_has_nothing_newer(
+async def test_open_period_of_the_file_applies_where_the_store_has_nothing_newer(
     server: RedisServer, tmp_path: Path
 ) -> None:
     long = Rule(failures=2, open=30)

@@ -81,14 +81,14 @@ async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, On
     assert created == Spent(0.5, 10), "the use of a key that was created without the store is not lost"
 
 
-def test_other_gateways_use_as_much_of_a_key_that_was_created_without_the_store() -> None:
+def test_other_gateways_are_assumed_to_use_as_much_of_a_key_created_without_the_store() -> None:
     one = One("redis://127.0.0.1:1/0", "a")
     one.state.gateways, one.keys = 3, ["ann", "created-since"]
     one.use(1.0, "created-since")
     assert one.shared.elsewhere("created-since", time.time()) == Spent(2.0, 20)
 
 
-def test_gateway_that_starts_without_the_store_takes_the_others_to_use_as_much_since_then() -> None:
+def test_gateway_that_starts_without_the_store_assumes_that_the_others_use_as_much() -> None:
     one = One("redis://127.0.0.1:1/0", "a")
     one.state.gateways = 3
     one.use(1.0)

@@ -113,7 +113,9 @@ async def test_responses_expire(two: tuple[SharedResponses, ...], server: RedisS
     assert server.command("HGET", "headgate:responses:owners", OWNER).startswith(b"$2\r\n"), "bytes of one response"
 
 
-async def test_without_the_store_own_responses_work(two: tuple[SharedResponses, ...], server: RedisServer) -> None:
+async def test_gateway_without_the_store_serves_its_own_responses(
+    two: tuple[SharedResponses, ...], server: RedisServer
+) -> None:
     one, other = two
     server.kill()
     try:

@@ -118,7 +118,7 @@ async def test_calls_that_wait_end_with_the_connection(state: SharedState, serve
     await until(lambda: state.is_up)
 
 
-async def test_more_commands_than_may_wait_are_refused(
+async def test_commands_beyond_the_limit_of_waiting_ones_are_refused(
     state: SharedState, errors: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_WAITING", 10)
@@ -128,7 +128,7 @@ async def test_more_commands_than_may_wait_are_refused(
     assert state.is_up
 
 
-async def test_busy_gateway_does_not_take_the_server_for_lost(state: SharedState) -> None:
+async def test_busy_gateway_does_not_consider_the_server_lost(state: SharedState) -> None:
     call = asyncio.create_task(state.call("test", "now", []))
     for _ in range(2):
         await asyncio.sleep(0)  # until the command is sent

@@ -50,7 +50,7 @@ def machine(devices: SimDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     machine.restore()
 
 
-async def test_every_fault_has_its_sign_and_its_end(machine: SimMachine) -> None:
+async def test_each_fault_has_its_sign_and_the_devices_are_healthy_after_it(machine: SimMachine) -> None:
     """On the affected device or on all; afterwards all are healthy without a new probe."""
     assert EXPECTED.keys() == TROUBLES.keys()
     now = 0.0

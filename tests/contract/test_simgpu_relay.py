@@ -91,7 +91,7 @@ async def test_answer_of_the_relay_comes_after_that_of_the_server() -> None:
         assert arrived == answers
 
 
-async def test_computations_take_their_time_one_after_the_other() -> None:
+async def test_computations_are_delayed_one_after_the_other() -> None:
     """Those of all connections together; other requests are not delayed."""
     pace = Pace()
     pace.compute_seconds = 0.05

@@ -145,7 +145,7 @@ at most two hops, text with a single choice only
   integration/test_gateway_resume.py test_answer_is_resumed_twice_at_most
   integration/test_gateway_resume.py test_broken_answer_with_a_format_is_not_resumed
 requests in flight and in the queue are limited, by priority
-  property/test_gateway_admission.py test_higher_priority_is_first_and_replaces_the_lowest
+  property/test_gateway_admission.py test_request_of_high_priority_starts_first_and_replaces_the_lowest_in_a_full_queue
   integration/test_gateway_failover.py test_requests_beyond_the_limits_wait_and_are_then_rejected
 limits per key hold
   unit/test_gateway_limits.py test_limits_hold_in_each_interval_and_waits_are_exact

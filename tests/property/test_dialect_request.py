@@ -96,7 +96,7 @@ MODELS = st.sampled_from(["claude-opus-5", "claude-sonnet-4-6", "claude-haiku-4-
 
 @settings(max_examples=300, deadline=None)
 @given(bodies(), MODELS)
-def test_request_is_accepted_by_anthropic_or_refused_by_parameter(body: dict[str, Any], model: str) -> None:
+def test_request_is_valid_for_anthropic_or_the_error_names_a_parameter(body: dict[str, Any], model: str) -> None:
     parse(Endpoint.CHAT, orjson.dumps(body))  # only requests that the gateway accepts
     before = copy.deepcopy(body)
     refused = unsupported_params(body, model)
@@ -122,7 +122,7 @@ def _texts(content: Any) -> list[str]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(exchanges(), min_size=1, max_size=6))
-def test_no_text_is_lost_or_reordered(parts: list[list[dict[str, Any]]]) -> None:
+def test_translated_messages_keep_every_text_in_order(parts: list[list[dict[str, Any]]]) -> None:
     messages = [message for part in parts for message in part]
     body = {"messages": messages}
     if unsupported_params(body):
@@ -150,7 +150,7 @@ OPENAI = ("gpt-4.1", "gpt-5-mini", "gpt-5.2", "o1", "o4-mini")
 
 @settings(max_examples=200, deadline=None)
 @given(bodies(), st.sampled_from([*((flavor, "m") for flavor in Flavor), *((Flavor.OPENAI, m) for m in OPENAI)]))
-def test_request_is_accepted_by_openai_and_google_or_refused_by_parameter(
+def test_request_is_valid_for_openai_and_google_or_the_error_names_a_parameter(
     body: dict[str, Any], address: tuple[Flavor, str]
 ) -> None:
     flavor, model = address

@@ -73,7 +73,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert len(self.queue.running) >= self.bounds.in_flight, "no request waits while a slot is free"
 
 
-TestDoors = AdmissionMachine.TestCase
+TestAdmission = AdmissionMachine.TestCase
 
 
 def _arrive(
@@ -91,7 +91,7 @@ def _after_one_request(bounds: core.Bounds) -> core.AdmissionQueue:
     return queue
 
 
-def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
+def test_request_of_high_priority_starts_first_and_replaces_the_lowest_in_a_full_queue() -> None:
     queue = core.AdmissionQueue(core.Bounds(1, 2))
     for number, priority in ((1, Priority.NORMAL), (2, Priority.LOW), (3, Priority.NORMAL)):
         _arrive(queue, number, priority)
@@ -100,13 +100,13 @@ def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
     assert queue.leave(1, 0.0) == [core.Admit(4)]
 
 
-def test_request_is_rejected_without_a_queue() -> None:
+def test_request_beyond_the_limit_is_rejected_if_there_is_no_queue() -> None:
     queue = core.AdmissionQueue(core.Bounds(1, 0))
     _arrive(queue, 1, Priority.LOW)
     assert _arrive(queue, 2, Priority.HIGH) == [core.Reject(2, core.RejectReason.FULL)]
 
 
-def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
+def test_longest_waiting_request_gets_every_eighth_place() -> None:
     """Every eighth place goes to the longest waiting request, also under a stream of higher priority."""
     queue = core.AdmissionQueue(core.Bounds(1, 1000))
     _arrive(queue, 0, Priority.HIGH)
@@ -123,7 +123,7 @@ def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
     assert (running, departures) == (1, core.FAIR_TURN)
 
 
-def test_full_queue_reports_the_next_end_or_expiry() -> None:
+def test_rejection_by_a_full_queue_has_the_wait_until_a_place_is_free() -> None:
     queue = _after_one_request(core.Bounds(2, 1))
     for number, now in ((2, 21.0), (3, 25.0), (4, 26.0)):
         _arrive(queue, number, Priority.NORMAL, 99.0, now)
@@ -135,7 +135,7 @@ def test_full_queue_reports_the_next_end_or_expiry() -> None:
     assert queue.mean_seconds == 20.0 + (12.0 - 20.0) / 16
 
 
-def test_expired_request_gets_the_wait_of_the_remaining_queue() -> None:
+def test_rejection_of_an_expired_request_has_the_wait_of_the_remaining_queue() -> None:
     queue = _after_one_request(core.Bounds(2, 9))
     for number, deadline in ((2, 99.0), (3, 99.0), (4, 30.0), (5, 99.0), (6, 99.0)):
         _arrive(queue, number, Priority.NORMAL, deadline, 21.0)

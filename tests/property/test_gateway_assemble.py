@@ -86,7 +86,7 @@ def test_text_and_full_assembly_give_the_same_answer(chunks: list[dict[str, Any]
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=20), st.sampled_from(["chat.completion.chunk", "text_completion"]))
-def test_plain_answer_is_kept_as_text(texts: list[str], kind: str) -> None:
+def test_texts_of_plain_chunks_are_joined(texts: list[str], kind: str) -> None:
     def chunk(text: str) -> dict[str, Any]:
         part = {"text": text} if kind == "text_completion" else {"delta": {"content": text}}
         return {**HEAD, "object": kind, "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": None}]}

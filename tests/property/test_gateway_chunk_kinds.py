@@ -48,7 +48,7 @@ def _parsed(chunk: dict[str, Any]) -> DeltaKind:
 
 
 @given(_CHUNKS)
-def test_kind_is_that_of_all_choices(chunk: dict[str, Any]) -> None:
+def test_kind_of_a_chunk_depends_on_all_its_choices(chunk: dict[str, Any]) -> None:
     """With and without blanks, by any writer."""
     kind = _parsed(chunk)
     assert kind_of(chunk["choices"]) is kind
@@ -61,7 +61,7 @@ def test_invalid_chunks_are_passed_on_as_bytes(payload: bytes) -> None:
     assert frame_of(payload) == Data(payload, DeltaKind.OTHER, None)
 
 
-def test_half_of_a_surrogate_pair_is_text() -> None:
+def test_unpaired_surrogate_is_content() -> None:
     """Models generate it, and most parsers reject it."""
     choice = {"delta": {"content": "\ud83d"}}
     payload = json.dumps({"choices": [choice]}).encode()

@@ -139,7 +139,7 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
             assert tried[-1][0] == "m0", "a node answers for the first candidate"
 
 
-def test_recovering_node_that_is_chosen_again_gives_way_to_one_with_another_problem() -> None:
+def test_node_with_a_likely_failure_is_used_if_the_recovering_node_has_no_permit() -> None:
     """The recovering one is much better, so a choice among nodes with problems would always be that one."""
 
     def lease(breakers: Breakers) -> Lease:

@@ -31,7 +31,9 @@ CHAINS = st.lists(st.tuples(st.sampled_from(("local", "openai")), FACTS), max_si
 
 
 @given(CHAINS, WANTS)
-def test_selection_partitions_candidates_in_order(entries: list[tuple[str, Facts]], wants: Requirements) -> None:
+def test_selection_keeps_or_drops_each_candidate_once_in_order(
+    entries: list[tuple[str, Facts]], wants: Requirements
+) -> None:
     candidates = [Candidate(provider, f"m{at}", at) for at, (provider, _) in enumerate(entries)]
     known = dict(zip(candidates, (facts for _, facts in entries), strict=True))
     chain = select(candidates, known.__getitem__, wants)

@@ -27,7 +27,7 @@ NEEDS = st.frozensets(st.sampled_from(ABILITIES[:4]), max_size=2)
 
 
 @given(MODELS, NAMES, NEEDS)
-def test_others_are_chat_models_with_the_capabilities_that_the_chain_does_not_name(
+def test_chat_models_outside_the_chain_with_the_needed_capabilities_are_options(
     models: list[ModelStatus], named: frozenset[str], needs: frozenset[str]
 ) -> None:
     found = others(models, named, needs)
@@ -37,7 +37,7 @@ def test_others_are_chat_models_with_the_capabilities_that_the_chain_does_not_na
 
 
 @given(MODELS, st.data())
-def test_first_is_the_largest_that_is_known_to_answer(models: list[ModelStatus], data: Any) -> None:
+def test_models_known_to_answer_come_first_and_larger_ones_before_smaller(models: list[ModelStatus], data: Any) -> None:
     options = [Option(model, data.draw(st.none() | st.just("no"))) for model in models]
     order = ranked(options)
     assert set(order) == {option for option in options if option.obstacle is None}
@@ -59,7 +59,9 @@ CHAT = ("chat",)
         (ModelStatus("a", ModelState.COLD, fits=True), False),
     ],
 )
-def test_models_that_were_never_measured_come_last(status: ModelStatus, known: bool) -> None:
+def test_model_is_known_to_answer_if_it_is_ready_or_fits_with_known_capabilities(
+    status: ModelStatus, known: bool
+) -> None:
     assert Option(status).is_known_to_answer is known
 
 
@@ -77,7 +79,7 @@ def test_measured_model_that_may_have_to_wait_is_not_chosen(status: ModelStatus,
     assert why_not_now(status) == why
 
 
-def test_size_of_a_model_with_replicas_is_that_of_one() -> None:
+def test_size_of_a_model_with_replicas_is_the_size_of_one_replica() -> None:
     """The figures of the model are sums over its replicas."""
     replicas = tuple(ReplicaStatus(name, ModelState.READY, predicted_bytes=3) for name in ("a", "a@2"))
     doubled = ModelStatus("a", ModelState.READY, capabilities=("chat",), predicted_bytes=6, replicas=replicas)

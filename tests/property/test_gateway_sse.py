@@ -46,7 +46,7 @@ def test_frames_do_not_depend_on_how_bytes_are_split(stream: bytes, data: st.Dat
 
 
 @given(st.binary(max_size=200), st.data())
-def test_arbitrary_bytes_are_split_independent_of_their_pieces(stream: bytes, data: st.DataObject) -> None:
+def test_frames_of_arbitrary_bytes_do_not_depend_on_their_pieces(stream: bytes, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(stream)))
     assert _split([stream[:cut], stream[cut:]]) == _split([stream])
 
@@ -93,7 +93,7 @@ def test_every_frame_keeps_its_data_or_the_bytes_of_its_comment(items: list[tupl
     assert [frame.comment for frame in comments] == [b": " + text + b"\n\n" for text, _ in items]
 
 
-def test_fields_are_read_by_the_standard() -> None:
+def test_fields_are_parsed_as_the_standard_says() -> None:
     frames = _split([b"\xef", b"\xbb\xbfevent: x\r\ndata: a\r\ndata:b\r\n\r\n\n\n: hi\n\ndata\n\nid: 3\n\n"])
     assert [(frame.event, frame.data) for frame in frames] == [(b"x", b"a\nb"), (None, None), (None, b""), (None, None)]
     assert [frame.comment for frame in frames] == [None, b": hi\n\n", None, None]
@@ -106,7 +106,7 @@ def test_frame_beyond_the_limit_is_an_error() -> None:
         splitter.feed(b"45")
 
 
-def test_unfinished_frames_end_with_the_stream() -> None:
+def test_stream_end_completes_a_frame_after_a_blank_line_and_drops_an_unfinished_one() -> None:
     assert _split([b"data: x\r\r"])[0].data == b"x"
     assert _split([b"data: x\n\r"])[0].data == b"x"
     assert _split([b"data: x\n"]) == []

@@ -40,7 +40,7 @@ FULL: list[Growth] = [("large", 300, 2), ("large", 300, 2), ("large", 225, 2)]
 @example(tells=True, scale=8, growths=[("medium", MAX_MIB, 20)] * MAX_GROWTHS)
 @example(tells=True, scale=1, growths=[*FULL, ("medium", 230, 2), ("large", 230, 20)])
 @example(tells=True, scale=8, growths=[*FULL, ("medium", 240, 20), ("large", 240, 20)])
-def test_other_tenants_never_pay(tells: bool, scale: int, growths: list[Growth]) -> None:
+def test_growth_of_a_model_evicts_no_other_model(tells: bool, scale: int, growths: list[Growth]) -> None:
     """A model that computes grows by some MiB, again and again. What does not fit ends that model and no other, and
     what is not booked, of all models together, is too little to have an effect. Without figures of processes only one
     model computes.

@@ -92,7 +92,7 @@ OUTCOMES = {
 
 
 @given(histories, st.sampled_from(list(OUTCOMES)))
-def test_current_evidence_decides_after_any_history(
+def test_current_evidence_decides_the_state_of_a_device_after_any_history(
     history: list[tuple[Seen, float]], evidence: tuple[Sign, str | None]
 ) -> None:
     world = World()

@@ -22,7 +22,9 @@ arenas = st.lists(
 
 
 @given(arenas, sizes, st.booleans())
-def test_sum_is_within_the_total_and_loaded_models_get_the_same(found: list[ArenaUse], total: int, alone: bool) -> None:
+def test_sum_of_budgets_is_within_the_total_and_loaded_models_get_equal_budgets(
+    found: list[ArenaUse], total: int, alone: bool
+) -> None:
     given = budgets(found, total, alone=alone)
     assert given.keys() == {arena.model for arena in found}
     assert min(given.values(), default=0) >= 0
@@ -34,7 +36,7 @@ def test_sum_is_within_the_total_and_loaded_models_get_the_same(found: list[Aren
 
 
 @given(arenas, sizes)
-def test_other_arenas_keep_all_or_nothing_and_the_most_recently_used_one_first(
+def test_arena_of_an_unloaded_model_keeps_all_or_nothing_and_the_last_used_one_is_first(
     found: list[ArenaUse], total: int
 ) -> None:
     given = budgets(found, total)
@@ -48,7 +50,7 @@ def test_other_arenas_keep_all_or_nothing_and_the_most_recently_used_one_first(
 
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=10), sizes)
-def test_two_models_that_take_turns_lose_nothing(turns: list[str], total: int) -> None:
+def test_two_models_in_turns_keep_all_their_stored_sequences(turns: list[str], total: int) -> None:
     """Each fills its budget while it is loaded, and has all of it when it is loaded again."""
     stored = {"a": 0, "b": 0}
     for at, name in enumerate(turns):
@@ -59,9 +61,7 @@ def test_two_models_that_take_turns_lose_nothing(turns: list[str], total: int) -
 
 
 @given(arenas, sizes, sizes)
-def test_a_smaller_total_takes_from_loaded_models_and_raises_no_budget_of_them_alone(
-    found: list[ArenaUse], total: int, less: int
-) -> None:
+def test_smaller_total_raises_no_budget_of_a_loaded_model(found: list[ArenaUse], total: int, less: int) -> None:
     loaded = [replace(arena, fills=True) for arena in found]
     before, after = budgets(loaded, total), budgets(loaded, max(0, total - less))
     assert all(after[name] <= before[name] for name in before)

@@ -231,7 +231,7 @@ def test_excess_over_a_lowered_limit_is_reported() -> None:
     assert replace(ledger, limit_bytes=350).spare_altogether == -250
 
 
-def test_bytes_of_a_loading_worker_are_not_counted_twice() -> None:
+def test_allocated_bytes_of_a_loading_worker_reduce_the_room_and_are_not_foreign() -> None:
     """Bytes that a loading worker has allocated look used: the next load must wait or fit beside both."""
     ledger = Ledger().open(Account("cpu", 1000, 1000)).observe("cpu", 0, 1000)
     ledger = ledger.reserve("one", "m", {"cpu": 400}).observe("cpu", 300, 700)

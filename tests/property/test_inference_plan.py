@@ -51,7 +51,7 @@ def machines(draw: st.DrawFn) -> tuple[Ledger, list[Held]]:
 @pytest.mark.unmeasured
 @given(machines(), st.lists(st.integers(1, 1100), min_size=1, max_size=2), st.integers(1, 6) | st.none())
 @settings(max_examples=200, deadline=None)
-def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(
+def test_plan_fits_and_evicts_only_idle_models_and_none_without_need(
     machine: tuple[Ledger, list[Held]], needs: list[int], most: int | None
 ) -> None:
     ledger, held = machine
@@ -83,7 +83,9 @@ def test_plan_is_possible_and_evicts_only_idle_models_that_it_needs(
 
 @given(machines(), st.integers(1, 900))
 @settings(max_examples=100, deadline=None)
-def test_final_refusal_is_the_same_without_other_models(machine: tuple[Ledger, list[Held]], need: int) -> None:
+def test_model_with_a_final_refusal_does_not_fit_without_the_other_models(
+    machine: tuple[Ledger, list[Held]], need: int
+) -> None:
     """A refusal that waits for no model stays with every evictable model gone."""
     ledger, held = machine
     decision = plan(Request("new", (Option("gpu-0", {"gpu-0": need}),)), ledger, held, Policy(100.0))

@@ -16,7 +16,9 @@ STEPS = st.lists(st.tuples(KEYS, st.one_of(st.none(), CRASHES), st.floats(0, SUS
 
 
 @given(STEPS)
-def test_refusal_needs_evidence_of_that_request(steps: list[tuple[str, Crash | None, float]]) -> None:
+def test_request_is_strongly_suspected_only_with_evidence_against_it(
+    steps: list[tuple[str, Crash | None, float]],
+) -> None:
     quarantine, now = Quarantine(), 0.0
     telling: dict[str, int] = {}
     for key, crash, seconds in steps:

@@ -44,7 +44,7 @@ def test_removing_a_request_is_idempotent(coming: list[Priority], id: int) -> No
     assert without.remove(id) is without
 
 
-def test_request_waits_once() -> None:
+def test_request_cannot_wait_twice() -> None:
     waiter = Waiter(1, Priority.LOW)
     with pytest.raises(ValueError, match="is already in the queue"):
         WaitQueue().push(waiter, LIMITS).push(waiter, LIMITS)

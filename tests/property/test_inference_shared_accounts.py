@@ -90,7 +90,7 @@ def test_only_a_device_without_an_own_account_can_share_one() -> None:
 POLICY: dict[str, Any] = {"now": 100.0}
 
 
-def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> None:
+def test_model_on_the_cpu_is_evicted_for_one_on_an_accelerator_with_the_same_memory() -> None:
     """A model on the CPU is evicted for one on the accelerator, because they use the same memory."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
@@ -112,7 +112,7 @@ def test_need_beyond_the_shared_memory_is_refused() -> None:
     assert [(lack.device, lack.need_bytes, lack.free_bytes) for lack in decision.lacks] == [("cpu", 900, 800)]
 
 
-def test_limits_per_device_count_models_on_both_sides() -> None:
+def test_limits_per_device_count_models_of_a_sharing_device() -> None:
     """A dedicated model has the memory for itself, by either name."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"metal": 100}).commit("a", {"metal": 100})

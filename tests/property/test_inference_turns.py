@@ -255,7 +255,7 @@ def test_waiting_model_gets_its_claimed_room_and_a_smaller_one_only_the_rest() -
     assert isinstance(ask("s", 30, []).outcome, Placement)
 
 
-def test_claim_is_on_the_room_that_is_free_first() -> None:
+def test_claim_is_on_the_models_whose_turns_end_first() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100))
     held, residents = [], {}
     for name, ready_at in (("late", 20.0), ("early", 10.0), ("later", 30.0)):
@@ -307,7 +307,7 @@ def test_another_device_is_used_if_the_first_one_is_claimed() -> None:
     assert nowhere.waits_for == ("b", "c")
 
 
-def test_changing_bytes_are_waited_for_and_impossible_needs_are_refused() -> None:
+def test_request_waits_for_an_unfinished_load_and_is_refused_if_it_cannot_fit() -> None:
     ledger = Ledger().open(Account("gpu", 100, 100)).reserve("a", "a", {"gpu": 40})
     ledger = ledger.observe("gpu", 70, 30)  # 30 more than a's: its context, or another program
 

@@ -82,7 +82,7 @@ class Pile:
 
 @given(problems(12))
 @settings(max_examples=300, deadline=None)
-def test_search_with_a_predicate_finds_the_cheapest_of_few_and_no_needless_one_of_many(
+def test_search_with_a_predicate_is_exact_for_few_models_and_evicts_none_without_need(
     problem: tuple[list[float], list[list[int]], list[int]],
 ) -> None:
     item_costs, gives, missing = problem

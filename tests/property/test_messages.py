@@ -181,7 +181,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @pytest.mark.unmeasured
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.data())
-def test_damaged_request_is_refused_by_parameter_or_valid_internally(
+def test_damaged_request_is_valid_internally_or_the_error_names_a_parameter(
     fields: dict[str, Any], data: st.DataObject
 ) -> None:
     words = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image", "user", "assistant", "auto"])

@@ -80,7 +80,9 @@ def test_more_cached_tokens_never_make_a_node_less_preferred(nodes: list[NodeFac
     st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0.0, 5.0, 30.0]), st.integers(0, 1000)), min_size=1),
     st.integers(),
 )
-def test_load_is_bounded_while_another_node_has_a_place(given: list[tuple[int, float, int]], seed: int) -> None:
+def test_load_of_the_chosen_node_is_bounded_while_another_node_has_a_free_slot(
+    given: list[tuple[int, float, int]], seed: int
+) -> None:
     nodes = [
         NodeFacts(f"n{number}", speed=Speed(0.0, 0.0, 1000.0), in_flight=load, parallel=4, node_load=all_models,
                   cached_tokens=cached)
@@ -145,7 +147,9 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS, PROMPTS)
 @settings(max_examples=60)
-def test_the_index_finds_what_nodes_have(operations: list[tuple[str, str, PrefixBlocks]], prompt: PrefixBlocks) -> None:
+def test_index_gives_the_longest_prefix_that_each_node_has(
+    operations: list[tuple[str, str, PrefixBlocks]], prompt: PrefixBlocks
+) -> None:
     index, known = PrefixIndex(), dict[str, set[str]]()
     for what, node, blocks in operations:
         if what == "forget":
@@ -167,7 +171,7 @@ def test_the_index_finds_what_nodes_have(operations: list[tuple[str, str, Prefix
 
 @given(OPERATIONS)
 @settings(max_examples=60)
-def test_the_index_is_bounded(operations: list[tuple[str, str, PrefixBlocks]]) -> None:
+def test_index_keeps_a_bounded_number_of_blocks_per_node(operations: list[tuple[str, str, PrefixBlocks]]) -> None:
     index = PrefixIndex(blocks_per_node=3)
     for what, node, blocks in operations:
         getattr(index, what)(*((node,) if what == "forget" else (node, blocks.hashes)))

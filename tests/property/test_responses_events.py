@@ -109,7 +109,9 @@ def test_every_answer_is_a_valid_sequence_of_events(
 
 
 @given(answers(), st.data())
-def test_cut_answer_fails(answer: tuple[list[dict[str, Any]], str], data: st.DataObject) -> None:
+def test_interrupted_answer_ends_with_response_failed_and_an_error(
+    answer: tuple[list[dict[str, Any]], str], data: st.DataObject
+) -> None:
     frames = frames_of(*answer)
     stream = Stream(_HEAD)
     body = stream.feed(frames[: data.draw(st.integers(0, len(frames)))]) + stream.end_with_error("model_failed", "gone")
@@ -130,7 +132,7 @@ _NAMES = ["content", "reasoning_content", "reasoning", "refusal", "tool_calls", 
 @given(
     st.lists(st.tuples(st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=3), _JSON, _JSON), max_size=4), _JSON
 )
-def test_unknown_fields_of_a_tier_raise_nothing(sent: list[tuple[Any, Any, Any]], usage: Any) -> None:
+def test_any_json_in_the_fields_of_a_chunk_gives_valid_events(sent: list[tuple[Any, Any, Any]], usage: Any) -> None:
     stream = Stream(_HEAD)
     body = b""
     for delta, logprobs, finish in sent:

@@ -122,7 +122,9 @@ def is_made(command: Command, payload: bytes) -> bool:
 
 
 @given(sent=requests, data=st.data())
-def test_answers_between_requests_change_nothing(sent: list[tuple[Command, bytes]], data: st.DataObject) -> None:
+def test_client_that_waits_gets_each_answer_before_its_next_request(
+    sent: list[tuple[Command, bytes]], data: st.DataObject
+) -> None:
     """A client that waits for each answer, as llama.cpp does, gets it before its next request."""
     talk = Conversation(Book())
     for command, payload in sent:

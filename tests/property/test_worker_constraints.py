@@ -198,7 +198,7 @@ def test_walks_through_closed_objects_have_only_declared_properties(schema: Any,
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=OBJECTS, seed=st.integers(0, 2**32))
-def test_closing_accepts_schemas_that_declare_their_required_properties(schema: Any, seed: int) -> None:
+def test_closed_schema_is_accepted_if_a_value_has_only_declared_properties(schema: Any, seed: int) -> None:
     """A schema with a value of only declared properties keeps one."""
     try:
         operand = json.loads(_walk(Json(schema), random.Random(seed)))

@@ -104,7 +104,7 @@ def test_text_within_the_delay_is_joined() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_delay_seconds": 0.0}, {"logprobs": 2}])
-def test_no_delay_or_log_probabilities_send_each_token_alone(changes: dict[str, Any]) -> None:
+def test_each_token_is_sent_alone_without_a_delay_or_with_log_probabilities(changes: dict[str, Any]) -> None:
     bench = Bench()
     ticket = bench.ask(**changes)
     bench.run()
@@ -134,7 +134,7 @@ def test_waiting_request_does_not_prevent_joining() -> None:
     assert len(bench.of(first)) == len(bench.of(second)) == 7
 
 
-def test_early_output_does_not_release_other_outputs() -> None:
+def test_dropped_output_does_not_release_other_outputs_early() -> None:
     outbox = Outbox()
     left, stays = Mailbox(), Mailbox()
     outbox.hold(left, Output(0, "a", 1), 1.0)  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_damage_is_found_or_changes_nothing(
         assert files.content(written[0]) == before
 
 
-def test_damage_of_each_byte_is_found(files: Files) -> None:
+def test_damage_of_each_byte_except_the_times_is_found(files: Files) -> None:
     """Each byte of an entry is changed in turn, in one bit and in all."""
     sequence = StoredSequence(array("i", [1, 2, 3]), "alice", ((1, 0), (2, 1)), compute_seconds=1.5)
     path = files.write(sequence, bytes(range(100)), [b"first", b"second"])
@@ -197,7 +197,7 @@ def test_an_entry_of_another_version_is_invalid(old: bytes, new: bytes, reason: 
         decode_head(head)
 
 
-def test_heads_have_a_largest_size() -> None:
+def test_size_of_a_head_is_within_its_maximum() -> None:
     sequence = StoredSequence(array("i", range(1000)), "tenant" * 40, checkpoints=[(at, 0) for at in range(16)])
     head, sizes = encode_head(sequence, {"files": ["model.gguf" * 20]}, 10**9, [10**8] * 16)
     assert len(head) <= sizes.state_at <= max_head_bytes(1000)

@@ -697,7 +697,7 @@ def test_long_prompts_share_the_budget_and_do_not_delay_decoding() -> None:
     ),
     tiers=st.booleans(),
 )
-def test_prompts_differ_from_earlier_sequences_at_any_position(
+def test_each_prompt_is_computed_with_the_state_of_its_own_tokens(
     slots: int,
     can_trim: bool,
     window: int,

@@ -181,7 +181,7 @@ def test_several_tokens_are_accepted_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("more", [{"stops": ("\x02\x03",)}, {"logprobs": 2}, {"n": 3}, {"score_prompt": True}])
-def test_stops_logprobs_choices_and_scores_are_the_same(more: dict[str, Any]) -> None:
+def test_stops_logprobs_choices_and_scores_are_the_same_with_proposals(more: dict[str, Any]) -> None:
     prompt = [0, 1, 2, 3, 4, 5] * 2
     found = []
     for speculation in (None, EagerSpeculation()):
@@ -219,7 +219,7 @@ def test_failing_sampler_leaves_no_proposals_in_its_slot(monkeypatch: pytest.Mon
     assert bench.backend.held[slot.number] == list(slot.tokens)
 
 
-def test_distribution_of_sampled_answers() -> None:
+def test_sampled_answers_have_the_token_shares_of_answers_without_proposals() -> None:
     """Thousands of tokens of seeded answers: the frequencies of tokens behind each pair are those of the model."""
     prompt = [0, 1, 2, 3, 4, 5] * 2
     bench = Bench(Limits(slots=3, context=64, batch=64, queue=400, outputs=40), EagerSpeculation())

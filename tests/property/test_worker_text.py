@@ -22,7 +22,7 @@ def divided(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 40)))
-def test_bytes_in_any_pieces_give_the_text_of_all_at_once(data: bytes, cuts: list[int]) -> None:
+def test_text_of_bytes_does_not_depend_on_their_pieces(data: bytes, cuts: list[int]) -> None:
     """Including bytes that are not UTF-8."""
     detokenizer = Detokenizer()
     text = "".join([detokenizer.push(piece) for piece in divided(data, cuts)] + [detokenizer.flush()])

@@ -110,7 +110,9 @@ def test_longer_residency_is_recommended_for_models_that_swap_and_do_not_fit_tog
         ({"cpu_memory_max_percent": 0.02}, (), "INFERENCE_CPU_MEMORY_MAX_PERCENT"),
     ],
 )
-def test_limit_that_prevents_a_load_is_raised(settings: dict[str, Any], gpus: tuple[str, ...], setting: str) -> None:
+def test_alert_recommends_a_higher_limit_if_a_limit_prevents_a_load(
+    settings: dict[str, Any], gpus: tuple[str, ...], setting: str
+) -> None:
     site = Site("a", gpus=gpus, **settings)
     site.refuse("a")
     assert set(site.alerts()[Kind.REFUSED]) == {setting}
@@ -126,7 +128,7 @@ def test_no_setting_is_recommended_for_a_device_that_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("priority", Priority)
-def test_queue_that_is_often_full_gets_more_places(priority: Priority) -> None:
+def test_alert_recommends_more_places_for_a_queue_that_is_often_full(priority: Priority) -> None:
     setting = f"queue_{priority}"
     site = Site("a", **{setting: 0})
     for _ in range(REJECTIONS):
@@ -139,7 +141,7 @@ def test_queue_that_is_often_full_gets_more_places(priority: Priority) -> None:
     assert not site.world.errors.keys() & set(tickets)
 
 
-def test_alert_is_logged_at_its_begin_and_its_end() -> None:
+def test_alert_is_logged_at_its_start_and_its_end() -> None:
     site = Site("a", queue_normal=0)
     for _ in range(REJECTIONS):
         site.world.want("a")

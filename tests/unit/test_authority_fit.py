@@ -185,7 +185,7 @@ def test_fallback_that_the_plan_chose_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("experts", ["device", 1])
-def test_other_models_are_refused_with_a_suggestion(experts: str | int) -> None:
+def test_model_without_automatic_experts_is_refused_with_a_suggestion(experts: str | int) -> None:
     world = begin({"a": {"experts": experts}})
     ticket = world.want("a")
     world.arrive()

@@ -123,7 +123,7 @@ def grow_on_the_host(world: StepWorld) -> None:
     world.live(60)
 
 
-def test_alert_of_host_memory_of_a_model_on_an_accelerator_recommends_nothing() -> None:
+def test_alert_of_host_memory_growth_of_a_model_on_an_accelerator_recommends_nothing() -> None:
     """No setting would change it."""
     world = card(tells_processes=True)
     grow_on_the_host(world)
@@ -164,7 +164,7 @@ def test_slack_is_below_the_tolerance_of_the_pressure_levels() -> None:
         assert slack_bytes(total) <= tolerated_bytes(total) <= FOREIGN_TOLERANCE * total
 
 
-def test_figure_of_a_process_decides_also_while_it_is_idle() -> None:
+def test_memory_figure_of_a_process_attributes_growth_to_an_idle_model() -> None:
     idle = occupant("a", 1000, process_bytes=1500 * MIB)
     busy = occupant("b", 8000, process_bytes=8001 * MIB, active_at=1.0)
     assert attributed(700, 200, idle, busy) == ({"a": 500}, 199), "one is the small growth of b"
@@ -180,7 +180,7 @@ def test_small_growth_of_several_models_is_booked_when_it_is_large_together() ->
     assert attributed(74, 0, *grown, third) == ({"a": 25, "b": 39}, 0)
 
 
-def test_model_without_a_figure_does_not_pay_for_small_growth_that_figures_show() -> None:
+def test_small_growth_known_from_figures_is_not_booked_to_a_model_without_a_figure() -> None:
     known = occupant("a", 1000, process_bytes=1040 * MIB)
     assert attributed(70, 0, known, occupant("b", 8000, active_at=1.0)) == ({}, 0)
     found = attribute(100 * MIB, 0, [known, occupant("b", 8000, active_at=1.0)], SLACK, is_settled=True)
@@ -188,7 +188,7 @@ def test_model_without_a_figure_does_not_pay_for_small_growth_that_figures_show(
     assert attributed(140, 0, known, occupant("b", 8000, active_at=1.0)) == ({"b": 100}, 0)
 
 
-def test_growth_of_others_does_not_lower_the_size_from_which_a_loss_is_booked() -> None:
+def test_small_decrease_of_a_model_is_not_booked_because_others_grow() -> None:
     grown = [occupant(name, 1000, process_bytes=1040 * MIB) for name in ("a", "b")]
     shrunk = occupant("c", 1000, grown_bytes=100 * MIB, process_bytes=950 * MIB)
     assert attributed(30, 0, *grown, shrunk)[0] == {"a": 40, "b": 40}
@@ -225,20 +225,20 @@ def test_small_rises_add_up_while_a_model_is_active() -> None:
     assert attributed(250, 200, occupant("a", 8000)) == ({}, 250)
 
 
-def test_fall_counts_only_while_no_model_loads_or_ends() -> None:
+def test_decrease_of_foreign_use_counts_only_while_no_model_loads_or_ends() -> None:
     assert attributed(100, 200, is_settled=False) == ({}, 200)
     assert attributed(100, 200) == ({}, 100)
     assert attributed(-50, 200) == ({}, 0)
 
 
-def test_growth_that_is_no_longer_in_use_is_released_but_not_the_plan() -> None:
+def test_unused_growth_is_released_but_planned_bytes_stay_booked() -> None:
     first, second = occupant("a", 900, grown_bytes=300 * MIB), occupant("b", 900, grown_bytes=100 * MIB)
     assert attributed(-350, 0, first, second, occupant("c", 900)) == ({"a": -300, "b": -50}, 0)
     assert attributed(-350, 0, replace(first, process_bytes=200 * MIB)) == ({"a": -300}, 0)
     assert attributed(-350, 0, replace(first, process_bytes=200 * MIB, grown_bytes=0)) == ({}, 0)
 
 
-def test_forfeited_memory_is_no_growth() -> None:
+def test_forfeited_memory_is_foreign_and_no_growth() -> None:
     marks = forfeited({CARD: Mark(5, 1.0, {}), "gpu-1": Mark(7, 1.0, {})}, {CARD: 100})
     assert {device: mark.foreign_bytes for device, mark in marks.items()} == {CARD: 105, "gpu-1": 7}
 
@@ -276,7 +276,7 @@ def test_small_growth_that_does_not_fit_is_tolerated() -> None:
     assert world.model("big").state is ModelState.DRAINING
 
 
-def test_growth_is_shown_and_is_part_of_a_suspended_process() -> None:
+def test_growth_is_booked_and_shown_in_the_status() -> None:
     world = begin({"a": {}}, {"a": 400}, kind="sim")
     world.leased("a")
     grow(world, "a", 40)

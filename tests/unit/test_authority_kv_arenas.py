@@ -56,7 +56,7 @@ def test_models_with_sequences_on_disk_only_have_figures() -> None:
     }  # fmt: skip
 
 
-def test_loaded_models_share_equally_and_are_told_at_once() -> None:
+def test_loaded_models_get_equal_budgets_at_once() -> None:
     world = begin({"a": {}, "b": {}, "c": {}})
     world.used("a")
     assert (budget(world, "a"), granted(world, "a")) == (HALF, HALF)
@@ -70,13 +70,13 @@ def test_loaded_models_share_equally_and_are_told_at_once() -> None:
     assert order.kv.ram_bytes == WHOLE // 3 * MIB
 
 
-def test_only_model_gets_everything() -> None:
+def test_only_model_gets_the_whole_budget() -> None:
     world = begin({"a": {}}, kv_ram_gb=1.0)
     world.used("a")
     assert granted(world, "a") == 1024
 
 
-def test_stored_sequences_survive_the_worker_and_are_booked_as_they_are() -> None:
+def test_stored_sequences_survive_the_worker_and_their_size_is_booked() -> None:
     world = begin({"a": {}, "b": {}})
     world.used("a")
     store(world, "a", 40)
@@ -162,13 +162,13 @@ def test_removed_model_loses_its_arena() -> None:
     assert "60.0 MiB of stored sequences of a are dropped: the model was removed" in world.log
 
 
-def test_without_stored_sequences_nothing_is_booked_or_granted() -> None:
+def test_disabled_storage_of_sequences_books_and_grants_nothing() -> None:
     world = begin({"a": {}}, kv_enabled=False)
     world.used("a")
     assert (budget(world, "a"), world.alive[world.model("a").worker or ""].has_arena) == (None, False)
 
 
-def test_reload_that_ends_or_resizes_them_applies_at_once() -> None:
+def test_reload_that_ends_or_resizes_budgets_applies_at_once() -> None:
     world = begin({"a": {}, "b": {"warm": False}})
     world.used("b", "a")
     store(world, "b", 50)
@@ -182,7 +182,7 @@ def test_reload_that_ends_or_resizes_them_applies_at_once() -> None:
     assert granted(world, "a") == 64
 
 
-def test_model_of_the_cpu_keeps_its_sequences_while_it_is_warm_and_gives_them_back() -> None:
+def test_warm_model_of_the_cpu_keeps_its_sequences_until_their_limit_is_lowered() -> None:
     world = begin({"a": {}, "b": {}})
     world.used("a")
     store(world, "a", 80)

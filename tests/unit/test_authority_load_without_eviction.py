@@ -21,7 +21,7 @@ def refusal(world: StepWorld, ticket: int) -> MemoryLimitExceededError:
     return error
 
 
-def test_of_two_loads_for_the_same_memory_one_begins_and_the_other_is_refused_with_numbers() -> None:
+def test_second_of_two_loads_for_the_same_memory_is_refused_with_numbers() -> None:
     world = limited()
     first, second = world.want("a", evicts=False), world.want("b", evicts=False)
     world.arrive(events.Loaded)
@@ -46,7 +46,7 @@ def test_idle_model_stays_and_the_refusal_names_it() -> None:
     assert ticket in world.grants, "an ordinary request evicts it"
 
 
-def test_model_that_others_want_is_loaded_for_all_of_them() -> None:
+def test_request_without_eviction_shares_the_load_of_an_ordinary_request() -> None:
     world = limited()
     world.used("a")
     tickets = [world.want("b"), world.want("b", evicts=False)]
@@ -62,7 +62,7 @@ def test_loaded_model_and_one_that_fits_are_not_refused() -> None:
     assert world.grants.keys() >= set(tickets)
 
 
-def test_memory_that_is_being_released_is_waited_for() -> None:
+def test_request_without_eviction_waits_for_memory_that_is_being_released() -> None:
     world = limited()
     world.used("a")
     world.command(events.Unload("a"))
@@ -71,7 +71,7 @@ def test_memory_that_is_being_released_is_waited_for() -> None:
     assert ticket in world.grants
 
 
-def test_deadline_of_a_load_is_an_error_as_for_requests() -> None:
+def test_deadline_that_passes_during_the_load_is_a_model_loading_error() -> None:
     world = begin({"a": {}})
     ticket = world.want("a", evicts=False, seconds=0.1)
     world.live(1, events.Loaded)

@@ -78,7 +78,7 @@ def test_idle_model_is_evicted_when_other_programs_take_memory() -> None:
     world.used("old")
 
 
-def test_at_critical_all_idle_models_are_evicted_and_a_busy_one_stays() -> None:
+def test_at_critical_pressure_idle_models_are_evicted_and_busy_or_pinned_ones_stay() -> None:
     world = begin({"a": {}, "b": {}, "p": {"pinned": True}}, dict.fromkeys("abp", 200))
     world.used("a", "p")
     world.leased("b")
@@ -88,7 +88,7 @@ def test_at_critical_all_idle_models_are_evicted_and_a_busy_one_stays() -> None:
     assert (world.model("b").state, world.model("p").state) == (S.BUSY, S.READY)
 
 
-def test_model_that_fills_its_budget_stays_until_others_take_memory() -> None:
+def test_model_that_fills_its_budget_stays_until_other_programs_take_memory() -> None:
     world = begin({"a": {}}, {"a": 880}, foreign_mib=20, gpu_memory_max_percent=0.95)
     world.used("a")
     world.live(250)
@@ -176,7 +176,7 @@ def test_models_with_vision_adapters_or_a_draft_model_are_refused_before_others(
     world.used("sees")
 
 
-def test_limit_counts_for_a_worker_that_starts_later() -> None:
+def test_limit_of_sequences_applies_to_a_worker_that_starts_later() -> None:
     world = begin({"a": {"parallel": 8}}, {"a": 300})
     world.foreign_mib(GPU, 990)
     world.check_pressure(2)
@@ -245,7 +245,7 @@ def test_changed_interval_applies_to_the_next_check() -> None:
     assert len(world.state.pressure.history) == before + 1
 
 
-def test_own_share_of_a_device_is_bounded_by_its_limit() -> None:
+def test_load_beyond_the_configured_share_of_a_device_is_refused() -> None:
     world = begin({"a": {}, "b": {}}, {"a": 300, "b": 420}, foreign_mib=500, gpu_memory_limit_mb=310)
     world.used("a")
     assert "limited by Headgate's share of the device" in refused(world, "b").message

@@ -74,7 +74,7 @@ def test_retry_after_is_estimated_from_earlier_requests_and_the_last_rate() -> N
     assert queue_full(world).retry_after == pytest.approx(80, abs=1)
 
 
-def test_deadline_names_the_wait_or_the_load() -> None:
+def test_error_of_a_passed_deadline_names_the_wait_or_the_load() -> None:
     world = begin({"a": {}, "b": {}}, memory_limit_gb=0.3)
     world.leased("a")
     waiting = world.want("b", seconds=0.5)
@@ -153,7 +153,7 @@ def test_release_of_a_lease_of_an_ended_worker_does_not_touch_its_successor() ->
     assert world.state.in_flight(world.model("a")) == 1
 
 
-def test_refusal_has_numbers() -> None:
+def test_refusal_for_lack_of_memory_has_numbers() -> None:
     world = begin({"a": {}, "p": {"pinned": True}}, memory_limit_gb=0.3)
     world.used("p")
     ticket = world.want("a")

@@ -49,7 +49,7 @@ def status(world: StepWorld, name: str = "a") -> ModelStatus:
     return model_status.status(world.state, world.model(name), world.now)
 
 
-def test_first_request_loads_the_least_number_of_replicas_on_different_devices() -> None:
+def test_first_request_loads_the_minimum_number_of_replicas_on_different_devices() -> None:
     world = two()
     lease = world.leased("a")
     world.live(2)
@@ -191,7 +191,7 @@ def test_request_whose_replica_cannot_be_loaded_waits_for_the_other() -> None:
     assert {where(world, ticket) for ticket in tickets} == {"a@2"}
 
 
-def test_ready_replica_takes_over_what_waits_for_one_that_loads() -> None:
+def test_ready_replica_takes_over_requests_that_wait_for_a_loading_one() -> None:
     world = two(parallel=2)
     ticket = world.want("a")
     world.live(2, events.Loaded)
@@ -200,7 +200,7 @@ def test_ready_replica_takes_over_what_waits_for_one_that_loads() -> None:
     assert where(world, ticket) == "a@2"
 
 
-def test_failure_of_all_replicas_ends_the_waits() -> None:
+def test_requests_fail_when_no_replica_can_be_loaded() -> None:
     world = two()
     ticket = world.want("a")
     world.live(1, events.Loaded)
@@ -210,7 +210,7 @@ def test_failure_of_all_replicas_ends_the_waits() -> None:
     assert isinstance(world.errors[ticket], ModelFailed)
 
 
-def test_queue_loads_a_further_replica_and_an_unneeded_one_drains() -> None:
+def test_long_queue_loads_a_further_replica_and_an_unneeded_one_drains() -> None:
     world = two("1..2", parallel=2)
     first = [world.leased("a") for _ in range(4)]
     world.live(1)
@@ -243,7 +243,7 @@ def test_scale_down_finishes_running_requests_and_takes_no_new_ones() -> None:
     assert S.COLD in (world.model("a").state, world.model("a@2").state)
 
 
-def test_least_number_stays_loaded_while_one_of_them_is_used() -> None:
+def test_minimum_number_of_replicas_stays_loaded_while_one_of_them_is_used() -> None:
     world = both_loaded(parallel=4, idle_timeout=10)
     for _ in range(6):
         world.finish(world.grants[world.want("a@2")])
@@ -293,7 +293,7 @@ def test_moved_replica_is_not_loaded_on_a_device_that_another_one_has_taken_mean
     assert "cpu has another replica of 'a'" in world.errors[id].message
 
 
-def test_lost_device_takes_one_replica() -> None:
+def test_lost_device_ends_only_its_replica() -> None:
     from inference.devices.signs import Sign
 
     world = both_loaded(parallel=2)
@@ -320,7 +320,7 @@ def test_status_of_a_model_sums_up_all_its_replicas() -> None:
     assert not model_status.differs(found, found)
 
 
-def test_models_loaded_at_start_include_the_least_number_of_replicas() -> None:
+def test_models_loaded_at_start_include_the_minimum_number_of_replicas() -> None:
     found = {"a": {"replicas": "2..3"}, "b": {}}
     world = begin(found, gpus=TWO, enable_lazy_model_loading=False)
     world.live(5)

@@ -66,7 +66,7 @@ def test_two_devices_share_a_model_in_the_configured_mode(split_mode: str) -> No
         ({"split_mode": "tensor", "lora": ("/adapter.gguf",)}, "llama.cpp does not divide LoRA adapters by tensor"),
     ],
 )
-def test_mode_without_support_is_refused_with_the_reason(keys: dict[str, Any], why: str) -> None:
+def test_unsupported_split_mode_is_refused_with_the_reason(keys: dict[str, Any], why: str) -> None:
     world = begin(**keys)
     ticket = world.want("a")
     world.arrive()

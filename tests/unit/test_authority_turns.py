@@ -109,7 +109,7 @@ def test_min_residency_applies_even_if_another_model_needs_the_memory() -> None:
     assert other in world.grants
 
 
-def test_load_without_a_waiting_request_is_given_up_only_for_another_model() -> None:
+def test_load_without_a_waiting_request_is_cancelled_only_for_another_model() -> None:
     world = begin({"a": {}, "b": {}}, **ONE_FITS)
     ticket = world.want("a")
     world.arrive(events.Loaded)
@@ -178,7 +178,7 @@ def test_second_model_waits_for_a_busy_one_which_is_then_kept_warm() -> None:
     assert world.model("a").state is S.WARM
 
 
-def test_max_models_evicts_the_other_model() -> None:
+def test_load_beyond_max_models_evicts_another_model() -> None:
     world = begin({"a": {}, "b": {}}, max_models=1)
     world.used("a", "b", "a")
     assert [world.model(name).state for name in "ab"] == [S.READY, S.WARM]

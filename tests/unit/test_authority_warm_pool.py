@@ -81,7 +81,7 @@ def test_model_of_an_accelerator_is_offloaded_and_kept_by_another_process() -> N
 
 
 @pytest.mark.parametrize("gpus", [(), GPU])
-def test_model_that_becomes_free_while_the_service_stops_is_not_kept(gpus: tuple[str, ...]) -> None:
+def test_model_that_becomes_idle_while_the_service_stops_is_unloaded(gpus: tuple[str, ...]) -> None:
     """No process is started after the others were stopped."""
     world = begin({"a": {}}, gpus=gpus)
     lease = world.leased("a")
@@ -99,7 +99,7 @@ def test_model_that_becomes_free_while_the_service_stops_is_not_kept(gpus: tuple
 @pytest.mark.parametrize(
     ("gpus", "step"), [((), events.ContextFreed), (GPU, events.ContextFreed), (GPU, events.FileHeld)]
 )
-def test_failed_offload_books_every_byte_back(gpus: tuple[str, ...], how: str, step: type) -> None:
+def test_failed_offload_releases_every_byte(gpus: tuple[str, ...], how: str, step: type) -> None:
     world = begin({"a": {}}, gpus=gpus)
     world.used("a")
     world.command(events.Offload("a"))
@@ -182,7 +182,7 @@ def test_warm_model_whose_process_is_killed_is_cold(gpus: tuple[str, ...]) -> No
     assert world.model("a").loads == 2
 
 
-def test_evicted_models_are_kept_where_there_is_room() -> None:
+def test_evicted_models_go_into_the_warm_pool_while_it_has_room() -> None:
     world = begin({"a": {}, "b": {}}, {"a": 500, "b": 500}, gpus=GPU)
     for _ in range(2):
         world.used("b", "a")
@@ -202,7 +202,7 @@ def test_warm_models_are_dropped_before_a_loaded_one_is_evicted() -> None:
     assert [world.model(name).state for name in "abc"] == [S.COLD, S.READY, S.READY]
 
 
-def test_without_offload_no_model_is_kept_and_the_command_is_refused() -> None:
+def test_disabled_offload_keeps_no_model_and_its_command_is_refused() -> None:
     world = begin({"a": {}}, enable_cpu_offload=False)
     world.used("a")
     error = world.errors[offload(world)]
@@ -391,7 +391,9 @@ def test_suspended_model_whose_device_is_lost_is_loaded_on_another() -> None:
     [("simulated", "sim", {"sim": None}), ("simulated", "cuda", {"cuda": "INFERENCE_WARM_CHECKPOINT is simulated"}),
      ("auto", "sim", {"sim": None}), ("auto", "cuda", {}), ("off", "sim", {"sim": "INFERENCE_WARM_CHECKPOINT is off"})],
 )  # fmt: skip
-def test_setting_decides_which_devices_are_suspended(setting: str, kind: str, known: dict[str, str | None]) -> None:
+def test_setting_decides_on_which_devices_processes_can_be_suspended(
+    setting: str, kind: str, known: dict[str, str | None]
+) -> None:
     gpu = Reading("gpu-0", kind, "fake", 1000 * MIB, 1000 * MIB, 0)
     found = step(State(configuration({}, warm_checkpoint=setting)), DevicesFound((gpu,), {kind: "driver"}, 0.0), 1.0)
     assert any(isinstance(effect, CheckSuspension) for effect in found[1]) == (not known)
