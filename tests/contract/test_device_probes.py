@@ -168,7 +168,7 @@ def _is_refused(path: Path) -> bool:
 
 
 async def test_simulator_restarts_after_its_loss_was_reported() -> None:
-    """Empty devices with the same identity, which compute; repeated ends delay the restart."""
+    """Its devices are empty, have the same identity and compute. After a second end the restart is delayed."""
     probe = SimProbe(SIZES)
     noticed = asyncio.Event()
     probe.listen(noticed.set)
@@ -222,7 +222,7 @@ async def test_inventory_uses_the_probe_of_the_device_for_trials() -> None:
 
 
 async def test_simultaneous_readings_run_one_after_the_other() -> None:
-    """An event is part of one reading only; two simultaneous readings both show it."""
+    """An event is part of one reading only, and a second reading must not replace it before it is seen."""
     paper = RecordingProbe("gpu-0")
     inventory = Inventory([paper])
     seen: list[Sign] = []

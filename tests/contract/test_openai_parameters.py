@@ -54,7 +54,7 @@ def test_parameters_of_cloud_caches_are_ignored() -> None:
 
 
 def test_worker_refuses_an_unsupported_parameter_with_a_reason() -> None:
-    """By a worker directly, where null requests nothing; the gateway uses another tier."""
+    """A null requests nothing and is accepted."""
     body = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
     with pytest.raises(BadRequestError, match="moderation is not supported") as caught:
         generation_body.chat(body, FACTS)

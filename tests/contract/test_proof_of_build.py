@@ -86,7 +86,7 @@ def test_set_up_detects_a_broken_build(broken: BrokenLlama, how: str, message: s
     assert EngineBuild(environment, this_cpu()).proof() == message
 
 
-# --- what counts as nonsense -----------------------------------------------------------------------------------------
+# --- what counts as a wrong result -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -383,7 +383,7 @@ async def test_provider_works_after_a_failure(rig: Rig) -> None:
     assert (await rig.frames(rig.call()))[-1] == Done()
 
 
-# --- the inference service's own words --------------------------------------------------------------------------------
+# --- the inference service --------------------------------------------------------------------------------------------
 @pytest.fixture
 async def inference() -> AsyncIterator[tuple[fake_inference.FakeInference, Provider]]:
     async with fake_inference.FakeInference(token="t") as fake:
@@ -458,7 +458,7 @@ async def test_leaving_a_local_stream_closes_its_connection(
         await fake.seen[0].closed.wait()
 
 
-# --- the dialects' own ------------------------------------------------------------------------------------------------
+# --- single providers and endpoints -----------------------------------------------------------------------------------
 async def test_text_completions_are_relayed() -> None:
     async with FakeProvider() as fake:
         for make in (_make_openai, _make_local):
@@ -669,14 +669,14 @@ async def test_openai_gets_the_new_name_of_max_tokens() -> None:
 async def test_account_headers_of_openai_are_sent_to_openai_only(
     monkeypatch: pytest.MonkeyPatch, flavor: Flavor | None
 ) -> None:
-    """Nor another address with the API of OpenAI."""
+    """Another address with the same API does not get them."""
     monkeypatch.setenv("OPENAI_ORG_ID", "org-ours")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-ours")
     async with FakeProvider() as fake:
-        for base_url, is_told in ((None, True), (fake.openai_url, False)):
+        for base_url, is_sent in ((None, True), (fake.openai_url, False)):
             http = _Redirecting(fake.url)
             provider = OpenAIProvider("openai", api_key=KEY, base_url=base_url, http=http, flavor=flavor)
             async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
                 assert [frame async for frame in stream]
             await provider.aclose()
-            assert ("ours" in str(fake.records[-1].headers)) is is_told
+            assert ("ours" in str(fake.records[-1].headers)) is is_sent

@@ -46,7 +46,7 @@ async def test_open_period_and_recovery_reach_the_other_gateways(server: RedisSe
 async def test_gateway_that_cannot_reach_a_service_does_not_keep_others_from_it(
     server: RedisServer, tmp_path: Path
 ) -> None:
-    """Openings are shared if the service answered with a failure, and those of other providers always are."""
+    """Openings of `local` are shared only if the service answered with a failure; those of other providers always."""
     lost = Failure(Scope.PAIR)
     async with SharedGateway(server.url, tmp_path) as one, SharedGateway(server.url, tmp_path) as two:
         for provider, model, failure in (("local", "lost", lost), ("local", "failing", PAIR), ("p", "lost", lost)):
@@ -146,7 +146,9 @@ async def test_exactly_one_gateway_probes_a_half_open_breaker(server: RedisServe
                 tasks = [group.create_task(request(chance.choice(gateways), model)) for _ in range(6)]
             probes += sum(task.result() for task in tasks)
         assert most == 1
-        assert probes >= 130, "a round without a probe: each request met a change that another gateway had just made"
+        assert probes >= 130, (
+            "a round lacks a probe only if each request met a change that another gateway had just made"
+        )
 
 
 async def test_gateway_that_missed_messages_gets_no_second_probe(server: RedisServer, tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ async def test_gateway_that_missed_messages_gets_no_second_probe(server: RedisSe
         async with asyncio.timeout(1):
             while (late := await two.acquire()) is None:
                 await asyncio.sleep(0.005)
-        assert not late.is_probe, "the claim brought the news that it is closed"
+        assert not late.is_probe, "the reply to the claim says that the breaker is closed"
 
 
 async def test_claim_ends_with_its_gateway(

@@ -70,7 +70,7 @@ async def test_store_that_lost_its_data_gets_the_totals_again(two: tuple[One, On
         one.use(0.5, "created-since")
         assert other.elsewhere.dollars == 1.0
         other.use(1.0)
-        assert other.elsewhere.dollars == 2.0, "the other gateways are taken to use as much"
+        assert other.elsewhere.dollars == 2.0, "the other gateways are assumed to use as much"
         assert other.is_used_up
     finally:
         server.start()

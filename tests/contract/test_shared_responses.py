@@ -83,7 +83,7 @@ async def test_deleted_response_is_gone_everywhere(two: tuple[SharedResponses, .
     await until(lambda: one.get(OWNER, "resp_1", time.monotonic()) is None, 2)
     assert await find(one, "resp_1") is None
     one._state.on_message.clear()  # messages are lost
-    assert await other.forget(OWNER, "resp_2", time.monotonic()), "it is not here, and deleted there"
+    assert await other.forget(OWNER, "resp_2", time.monotonic()), "it deletes a response of the other gateway"
     assert await find(one, "resp_2") is None
     assert not await other.forget(OWNER, "resp_2", time.monotonic())
 

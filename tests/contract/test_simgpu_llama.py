@@ -56,7 +56,7 @@ def on(ready: worker_link.Ready, device: str) -> int:
 
 
 def test_reported_buffers_equal_the_count_of_the_device(tmp_path: Path, devices: SimDevices) -> None:
-    """Within the 0.01 MiB per buffer of the log; it answers, and at its end every byte is released."""
+    """Within 0.02 MiB per buffer, because the log has two decimals. At the end of the worker every byte is released."""
     before = devices.status()
     with WorkerRig(tmp_path, grant(devices)) as rig:
         ready = rig.ready()
@@ -87,7 +87,7 @@ def test_load_over_capacity_fails_with_oom_load(tmp_path: Path, devices: SimDevi
 
 
 def test_allocation_can_be_refused_on_command(tmp_path: Path, devices: SimDevices) -> None:
-    """Memory only seems free: the same failure; the next load succeeds."""
+    """The device refuses one allocation although it has free memory: that load fails, and the next one succeeds."""
     devices.tell("refuse", count=1)
     with WorkerRig(tmp_path, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
@@ -192,7 +192,7 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
 def test_computing_worker_is_not_suspended(tmp_path: Path, devices: SimDevices) -> None:
-    """A stalled device does not confirm; the worker continues when the device does."""
+    """A stalled device refuses the command, and the worker continues when the device does."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         devices.tell("stall")

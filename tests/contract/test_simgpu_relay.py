@@ -69,7 +69,7 @@ async def receive(end: socket.socket, size: int) -> bytes:
 
 
 async def test_weights_are_relayed_unchanged() -> None:
-    """One buffer holds all of it, and the server is slower than the client."""
+    """All pieces pass through one buffer, and the server reads more slowly than the client sends."""
     sent = request(Command.SET_TENSOR, WEIGHTS) + request(Command.FREE_BUFFER, bytes(8))
     async with relayed(sent[:5]) as (ends, _running):
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ async def test_answer_of_the_relay_comes_after_that_of_the_server() -> None:
 
 
 async def test_computations_are_delayed_one_after_the_other() -> None:
-    """Those of all connections together; other requests are not delayed."""
+    """Each takes `compute_seconds`, and waits for those of all connections before it."""
     pace = Pace()
     pace.compute_seconds = 0.05
     assert [pace.compute(2, 10.0), pace.compute(1, 10.0), pace.compute(1, 20.0)] == pytest.approx([0.1, 0.15, 0.05])

@@ -48,7 +48,7 @@ async def test_server_of_a_cancelled_request_is_kept_as_spare(servers: Servers) 
 
 
 async def test_ended_spare_server_is_replaced(servers: Servers) -> None:
-    """Before and after it has reported its port."""
+    """The spare server may end before it has reported its port."""
     server = await servers.take()
     await server.end()
     (spare,) = running()

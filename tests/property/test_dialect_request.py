@@ -1,4 +1,4 @@
-"""A checked OpenAI request becomes a request that the Anthropic API accepts, or is refused with its parameter."""
+"""A checked OpenAI request becomes a request that its cloud API accepts, or an error that names the parameter."""
 
 from __future__ import annotations
 

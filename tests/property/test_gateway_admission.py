@@ -21,7 +21,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def _take(self, effects: list[core.Effect]) -> None:
         for effect in effects:
-            assert self.fate[effect.number] == "waits", "a request is answered once"
+            assert self.fate[effect.number] == "waits", "a request gets one result"
             assert isinstance(effect, core.Admit) or effect.wait >= 1, "every rejection has a wait"
             self.fate[effect.number] = "in" if isinstance(effect, core.Admit) else effect.why.value
 

@@ -95,8 +95,8 @@ def test_texts_of_plain_chunks_are_joined(texts: list[str], kind: str) -> None:
     assert (choice["text"] if kind == "text_completion" else choice["message"]["content"]) == "".join(texts)
 
 
-def _choice(**all_chunks: Any) -> dict[str, Any]:
-    return {**HEAD, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None, **all_chunks}]}
+def _choice(**fields: Any) -> dict[str, Any]:
+    return {**HEAD, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None, **fields}]}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def _choice(**all_chunks: Any) -> dict[str, Any]:
     ],
 )
 def test_chunk_with_other_fields_keeps_the_earlier_text(chunk: dict[str, Any]) -> None:
-    """The text is kept once, with its role, its end and the usage."""
+    """The text is kept once, with its role, its finish reason and the usage."""
     first = {**_choice(delta={"role": "assistant", "content": "a"}), "usage": {"total_tokens": 1}}
     for before in ([first], [first, _choice(finish_reason="length")], [{**HEAD, "choices": []}]):
         all_chunks = [*before, chunk, _choice(delta={"content": "c"})]

@@ -73,7 +73,7 @@ class BreakerMachine(RuleBasedStateMachine):
         self.attempts.append(permit)
 
     def _assert_only_probe(self) -> None:
-        """No earlier probe of this epoch is out and unexpired."""
+        """Checks that no earlier probe of this epoch is unsettled and unexpired."""
         epoch = self._seen()["epoch"]
         out = [permit for permit in self.attempts + self.probes if permit.is_probe and permit.epoch == epoch]
         assert not [permit for permit in out if self.now < permit.expires], "two probes at once"

@@ -49,7 +49,7 @@ def _parsed(chunk: dict[str, Any]) -> DeltaKind:
 
 @given(_CHUNKS)
 def test_kind_of_a_chunk_depends_on_all_its_choices(chunk: dict[str, Any]) -> None:
-    """With and without blanks, by any writer."""
+    """With and without blanks between the parts of the JSON text."""
     kind = _parsed(chunk)
     assert kind_of(chunk["choices"]) is kind
     for payload in (orjson.dumps(chunk), json.dumps(chunk).encode()):
@@ -62,7 +62,7 @@ def test_invalid_chunks_are_passed_on_as_bytes(payload: bytes) -> None:
 
 
 def test_unpaired_surrogate_is_content() -> None:
-    """Models generate it, and most parsers reject it."""
+    """Models generate one, and most JSON parsers reject it."""
     choice = {"delta": {"content": "\ud83d"}}
     payload = json.dumps({"choices": [choice]}).encode()
     assert frame_of(payload) == Data(payload, DeltaKind.CONTENT, {"choices": [choice]})

@@ -124,7 +124,7 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
     order = [(*MODELS, "m2").index(model) for model, _ in tried]
     assert order == sorted(order), "no model is tried again after the next one"
     unreachable = [node for model, node in tried if plans.get(node, {}).get(model) == UNREACHABLE]
-    assert len(unreachable) == len(set(unreachable)), "a node that cannot be reached is not asked for another model"
+    assert len(unreachable) == len(set(unreachable)), "a node that cannot be reached gets no request for another model"
     for model in MODELS:
         broken = [node for one, node in tried if one == model and plans[node][model] in BREAKING]
         assert len(broken) <= MAX_BREAKS
@@ -140,7 +140,7 @@ def test_each_model_is_tried_once_per_node_until_one_answers(
 
 
 def test_node_with_a_likely_failure_is_used_if_the_recovering_node_has_no_permit() -> None:
-    """The recovering one is much better, so a choice among nodes with problems would always be that one."""
+    """The recovering node loads much faster, so it is chosen first, but its breaker has no permit left."""
 
     def lease(breakers: Breakers) -> Lease:
         found = breakers.acquire("local@a", "m0", time.monotonic() + 600)

@@ -1,7 +1,7 @@
 """The whole authority under random events: crashes at any point, late and repeated completions, lost devices, reloads.
 
 What must hold after each step, and at the end of a run, is in `tests/rigs/authority_checks.py`. AUTHORITY_STEPS=100000
-makes a long run of about as many rules.
+runs about 100000 rules.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Authority(RuleBasedStateMachine):
 
     @rule(several=st.lists(names, min_size=1, max_size=4), seconds=st.sampled_from([0.0, 0.0, 1.0]))
     def use(self, several: list[str], seconds: float) -> None:
-        """Requests arrive, and everything that is under way, before time passes or after it."""
+        """Requests arrive, `seconds` pass, and everything that is under way completes."""
         for name in several:
             self.world.want(name)
         self.world.tick(seconds)

@@ -119,7 +119,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
     @invariant()
     def foreign_use_is_never_underestimated(self) -> None:
-        """At least the last known use of others, and none of the service's own memory once nothing changes."""
+        """Foreign use is at least that of the last quiet reading, and the service's own bytes are its bookings."""
         assert self.ledger.balance(GPU).foreign_bytes >= self.known
         assert self.ledger.balance(GPU).ours_bytes == sum(worker.booked for worker in self.workers.values())
 

@@ -1,4 +1,4 @@
-"""Growth of models on an accelerator: other tenants never pay for it, whatever grows, how much, and when it is seen."""
+"""Growth of models on an accelerator evicts no other model, whatever grows, how much, and when it is noticed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unmeasured
 
 CARD = "gpu-0"
 SIZES = {"large": 12 * 1024, "medium": 6 * 1024, "idle": 2 * 1024}
-"""MiB on a card of 24 GiB. With the other program 0.8 GiB are left of what may be used."""
+"""MiB on a card of 24 GiB. With the other program, 0.8 GiB of the usable memory are left."""
 CARD_MIB, FOREIGN_MIB = 24 * 1024, 800
 MAX_GROWTHS, MAX_MIB = 5, 300
 """Together less than an eighth of `large`, which is the most that is believed without figures of processes."""
@@ -41,9 +41,9 @@ FULL: list[Growth] = [("large", 300, 2), ("large", 300, 2), ("large", 225, 2)]
 @example(tells=True, scale=1, growths=[*FULL, ("medium", 230, 2), ("large", 230, 20)])
 @example(tells=True, scale=8, growths=[*FULL, ("medium", 240, 20), ("large", 240, 20)])
 def test_growth_of_a_model_evicts_no_other_model(tells: bool, scale: int, growths: list[Growth]) -> None:
-    """A model that computes grows by some MiB, again and again. What does not fit ends that model and no other, and
-    what is not booked, of all models together, is too little to have an effect. Without figures of processes only one
-    model computes.
+    """A busy model grows several times. Growth that does not fit unloads that model and no other. The growth of all
+    models that is not booked stays within the tolerated bytes. Without memory figures of processes only one model is
+    busy.
     """
     card_bytes = CARD_MIB // scale * MIB
     sizes = {name: size // scale for name, size in SIZES.items()}

@@ -176,7 +176,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.loaded_bytes == sum(sum(item.bytes.values()) for item in models)
 
     @invariant()
-    def caches_do_not_stand_in_the_way(self) -> None:
+    def caches_take_no_room_from_models(self) -> None:
         """What fits beside caches is what would fit if they had been given back."""
         caches = {id: item for id, item in self.ledger.holdings.items() if item.cache}
         rest = {id: item for id, item in self.ledger.holdings.items() if not item.cache}
@@ -204,7 +204,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 def test_new_account_has_its_whole_budget() -> None:
-    """Room is the smallest limit, with its name."""
+    """The room is the smallest of its limits, and a lack names that limit."""
     ledger = Ledger().open(Account("cpu", 1000, 600))
     assert (ledger.balance("cpu").room_bytes, ledger.lacks({"cpu": 600})) == (600, ())
     (lack,) = ledger.lacks({"cpu": 601})
@@ -224,7 +224,7 @@ def test_the_limit_counts_all_devices_together() -> None:
 
 
 def test_excess_over_a_lowered_limit_is_reported() -> None:
-    """The share of the device; zero while it is not exceeded."""
+    """The excess is zero while the limit is not exceeded."""
     ledger = Ledger().open(Account("a", 1000, 800)).reserve("one", "m", {"a": 600})
     assert ledger.excess("a") == 0
     assert ledger.open(Account("a", 1000, 500)).excess("a") == 100
@@ -232,7 +232,7 @@ def test_excess_over_a_lowered_limit_is_reported() -> None:
 
 
 def test_allocated_bytes_of_a_loading_worker_reduce_the_room_and_are_not_foreign() -> None:
-    """Bytes that a loading worker has allocated look used: the next load must wait or fit beside both."""
+    """Until the worker is ready, the room lacks its whole reservation and what it has allocated of it."""
     ledger = Ledger().open(Account("cpu", 1000, 1000)).observe("cpu", 0, 1000)
     ledger = ledger.reserve("one", "m", {"cpu": 400}).observe("cpu", 300, 700)
     assert ledger.balance("cpu").foreign_bytes == 0

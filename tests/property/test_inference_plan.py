@@ -86,7 +86,7 @@ def test_plan_fits_and_evicts_only_idle_models_and_none_without_need(
 def test_model_with_a_final_refusal_does_not_fit_without_the_other_models(
     machine: tuple[Ledger, list[Held]], need: int
 ) -> None:
-    """A refusal that waits for no model stays with every evictable model gone."""
+    """A refusal is final if it waits for no model. Then the model does not fit even after all others have left."""
     ledger, held = machine
     decision = plan(Request("new", (Option("gpu-0", {"gpu-0": need}),)), ledger, held, Policy(100.0))
     if isinstance(decision, Placement) or decision.waits_for:

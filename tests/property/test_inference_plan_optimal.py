@@ -40,7 +40,7 @@ ROUNDING = 1 + 1e-9
 
 @st.composite
 def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledger, list[Held]]:
-    """Devices with foreign use, sometimes a limit, and up to six models of any eviction_state on one or two devices.
+    """Devices with foreign use, sometimes a limit, and some models in any eviction state on one or two devices.
 
     A `crowded` machine is small and full, mostly of idle models.
     """
@@ -144,7 +144,7 @@ def leaving_models_make_room(
     policy: Policy,
     ways: Sequence[dict[str, int]],
 ) -> bool:
-    """Whether it waits only for models that leave anyway, and fits once they are gone."""
+    """Whether the refusal waits only for models that leave anyway, and the request fits without them."""
     evicted = [item for item in held if item.eviction_state is EvictionState.LEAVING]
     stage = Stage.of(ledger.without({item.holding for item in evicted}), [x for x in held if x not in evicted])
     return {*refusal.waits_for} == {item.model for item in evicted} and fits_at_all(request, stage, policy, ways)
@@ -182,7 +182,7 @@ def test_plan_for_one_device_has_the_lowest_cost(
 def test_plan_over_several_devices_is_within_a_tenth_of_the_lowest_cost(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
-    """On one device or divided in any way. Only models that leave anyway are waited for."""
+    """On one device or divided in any way. A refusal waits only for models that leave anyway."""
     ledger, held = machine
     request = request_of(spread, dedicated=dedicated)
     decision = plan(request, ledger, held, policy)
@@ -229,8 +229,8 @@ def test_plan_can_be_executed(
 def test_final_refusal_is_correct_and_its_suggestion_works(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, steps: Collection[FitStep]
 ) -> None:
-    """Without any evictable model it still fits nowhere; with the suggested or allowed setting it does, and not with
-    the experts of one layer less in host memory.
+    """The model fits nowhere, even after all models that can leave have left. It fits with the suggested or allowed
+    settings, but not with the experts of one layer less in host memory.
     """
     ledger, held = machine
     request = replace(request_of(spread), fit=Fit(steps, 512))

@@ -1,4 +1,4 @@
-"""After any crashes, only a request that ran alone is refused, answers clear it, and records are limited."""
+"""After any crashes, only a request that ran alone is strongly suspected; answers clear it, and records are limited."""
 
 from __future__ import annotations
 

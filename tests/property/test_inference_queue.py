@@ -1,4 +1,4 @@
-"""Waiting requests are served by class, then in order; classes are limited; none is lost."""
+"""Waiting requests are served by priority, then in order of arrival; each priority has a limit; none is lost."""
 
 from __future__ import annotations
 

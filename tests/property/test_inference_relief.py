@@ -112,7 +112,7 @@ def test_restrictions_change_one_at_a_time_and_only_by_the_level(
 def test_idle_model_that_fills_the_budget_stays_while_foreign_use_varies_slightly(
     foreign: int, noise: list[int]
 ) -> None:
-    """Nothing happens for hours to one idle model that uses all memory that others leave."""
+    """The model uses all memory that other programs leave."""
     model = ModelUse("a", EvictionState.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
     state, _ = step({}, PressureInput((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
     state, actions = step(state, PressureInput((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())

@@ -1,4 +1,4 @@
-"""A device without its own memory is booked on the account that it shares, as if that were named."""
+"""A device without its own memory is booked on the account that it shares, as if the need named that account."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ledgers() -> tuple[Ledger, Ledger]:
 
 
 def named(need: dict[str, int]) -> dict[str, int]:
-    """The same need with the name of the account."""
+    """The same need by the names of the accounts."""
     found: dict[str, int] = {}
     for device, count in need.items():
         name = "cpu" if device == "metal" else device
@@ -91,7 +91,6 @@ POLICY: dict[str, Any] = {"now": 100.0}
 
 
 def test_model_on_the_cpu_is_evicted_for_one_on_an_accelerator_with_the_same_memory() -> None:
-    """A model on the CPU is evicted for one on the accelerator, because they use the same memory."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
     held = [Held("old", "a", EvictionState.IDLE, ledger.holdings["a"].bytes, 0.0)]
@@ -113,7 +112,7 @@ def test_need_beyond_the_shared_memory_is_refused() -> None:
 
 
 def test_limits_per_device_count_models_of_a_sharing_device() -> None:
-    """A dedicated model has the memory for itself, by either name."""
+    """A dedicated model has the memory for itself, whichever of its devices is named."""
     ledger, _plain = ledgers()
     ledger = ledger.reserve("a", "old", {"metal": 100}).commit("a", {"metal": 100})
     held = [Held("old", "a", EvictionState.IDLE, ledger.holdings["a"].bytes, 0.0)]

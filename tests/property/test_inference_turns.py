@@ -1,4 +1,4 @@
-"""Turns: models that do not fit together all get theirs within the promised time, and no answer is cut."""
+"""Models that do not fit together all get a turn within the promised time, and no answer is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set of evicted models has the lowest cost on small instances, and is always sufficient, needed and fast."""
+"""The set of evicted models has the lowest cost on small instances, and is always sufficient and needed."""
 
 from __future__ import annotations
 

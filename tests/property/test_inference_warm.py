@@ -1,4 +1,4 @@
-"""The warm pool's decisions: within the budget, the least worthy first, and never at the newcomer's expense."""
+"""The warm pool stays within its budget, drops models of the least worth first, and leaves the new model its room."""
 
 from __future__ import annotations
 

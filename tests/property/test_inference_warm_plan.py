@@ -60,7 +60,6 @@ def test_warm_models_do_not_count_as_loaded(models: list[tuple[int, int, Evictio
 
 
 def test_warm_model_is_placed_again_without_an_eviction() -> None:
-    """It has to be placed again, and its own memory is no obstacle."""
     ledger, held = scene([(0, 4, EvictionState.WARM)])
     decision = plan(Request("m0", (Option("gpu-0", {"gpu-0": GIB}),)), ledger, held, Policy(1.0))
     assert decision.result is Result.FREE

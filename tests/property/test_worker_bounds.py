@@ -71,8 +71,8 @@ class Drive:
         self.steps = 0
 
     def turn(self, machine: Machine) -> tuple[tuple[int, int, bool], Step] | None:
-        """How many were decoding, how many prompts there were, whether none of the former had more than a first token,
-        and the step; None when everything has ended.
+        """One step. Returns the number of decoding jobs, the number of prompts, whether no decoding job has more than
+        its first token, and the step; None when everything has ended.
         """
         while self.arrivals and (self.arrivals[0][0] <= self.steps or not self.left):
             _at, number, prompt, answer = self.arrivals.pop(0)
@@ -106,11 +106,16 @@ class Drive:
 def test_stream_waits_for_prompts_within_the_documented_limits(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or where no stream waits that
-    has had more than a first token; and a quarter more, or half where more prompts than streams wait and all are
-    complete; in any run of steps 80 ms for each and 4.5 s in all, where a second counts less the more wait for it; or
-    32 tokens, where those take longer. From the first step on, because learning begins there. All of it up to six times
-    as long as a token takes longer than 2 ms.
+    """The prompts of a step take at most
+
+    - 0.4 s; up to 1 s in proportion to the number of prompts per stream; 1 s while no stream has had more than its
+      first token,
+    - and a quarter more, or half more if there are more prompts than streams,
+    - or the time of 32 tokens if that is longer.
+
+    Over any run of steps they take at most 80 ms per step and 4.5 s in addition. The more prompts there are per stream,
+    the less a second counts. The limits hold from the first step on. If a token takes longer than 2 ms, they are longer
+    in proportion, up to six times.
     """
     drive = Drive(requests)
     least = machine.prompt * MIN_STEP_TOKENS / machine.leeway
@@ -169,8 +174,8 @@ def test_only_one_step_is_too_long_after_the_machine_slows_down(
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS)
 def test_all_jobs_end_within_a_limited_number_of_steps(machine: Machine, requests: list[tuple[int, int, int]]) -> None:
-    """One step per token of its answer, and until then at most one per 8 tokens of its own prompt and of those that
-    came before: whichever is the oldest gets a quarter of at least 32.
+    """A job takes one step per token of its answer, and before that at most one per 8 tokens of its own prompt and of
+    the earlier ones, because the oldest prompt gets a quarter of a budget of at least 32 tokens.
     """
     drive = Drive(requests)
     began: dict[int, int] = {}
@@ -196,8 +201,9 @@ def test_all_jobs_end_within_a_limited_number_of_steps(machine: Machine, request
 def test_shortest_remaining_prompt_is_first_and_the_oldest_always_progresses(
     prompts: list[int], decoding: int, budget: int
 ) -> None:
-    """The prompt with the fewest remaining tokens is completed first. The first that cannot be gets a piece of half the
-    budget or more, or nothing, those after it nothing, but for the oldest one's quarter. Less than half is left over.
+    """The prompt with the fewest remaining tokens is completed first. The first one that cannot be completed gets half
+    of the budget or more, or nothing; the ones after it get nothing. The oldest prompt gets a quarter in any case. Less
+    than half of the budget is left over.
     """
     scheduler = Scheduler(Limits(SLOTS, CONTEXT, BATCH, 20))
     decoding = min(decoding, SLOTS - len(prompts))

@@ -110,7 +110,7 @@ _RULES: dict[str, Any] = {
 
 
 def _walk(form: Json, chance: random.Random) -> bytes:
-    """A random text under the mask that prefers to end."""
+    """A random text that the mask allows; the walk prefers tokens that end or close."""
     mask = COMPILER.compile(form, "f").start()
     operand = b""
     for step in range(10 * WALK):
@@ -144,7 +144,7 @@ def test_every_walk_ends_in_json_that_satisfies_the_schema(schema: Any, seed: in
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), closed=st.booleans())
 def test_json_forms_without_a_schema_give_json(seed: int, closed: bool) -> None:
-    """json_object, and any value."""
+    """With `json_object` the value is an object, else any JSON value."""
     operand = json.loads(_walk(Json({"type": "object"} if closed else True), random.Random(seed)))
     assert isinstance(operand, dict) or not closed
 
@@ -199,7 +199,6 @@ def test_walks_through_closed_objects_have_only_declared_properties(schema: Any,
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=OBJECTS, seed=st.integers(0, 2**32))
 def test_closed_schema_is_accepted_if_a_value_has_only_declared_properties(schema: Any, seed: int) -> None:
-    """A schema with a value of only declared properties keeps one."""
     try:
         operand = json.loads(_walk(Json(schema), random.Random(seed)))
     except BadRequestError:

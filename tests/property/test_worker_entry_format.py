@@ -165,7 +165,7 @@ def test_a_shorter_or_longer_entry_is_invalid(
 
 @pytest.mark.parametrize("progress", [Progress.WRITING, Progress.REMOVED])
 def test_an_entry_that_is_not_complete_is_invalid(progress: Progress) -> None:
-    """It can be passed over, because its size is known."""
+    """A reader can skip it, because its size is known."""
     entry = entry_of(StoredSequence(array("i", [1]), "x"), b"state", [])
     set_progress(entry, progress)
     with pytest.raises(InvalidEntryError, match="not complete"):

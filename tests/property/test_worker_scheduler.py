@@ -350,7 +350,7 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """In any phase it has no row in the next step."""
+        """A job that is aborted in any phase has no row in the next step."""
         job = data.draw(st.sampled_from(sorted(self.live)))
         self.scheduler.abort(job)
         self.end(job)
@@ -707,7 +707,7 @@ def test_each_prompt_is_computed_with_the_state_of_its_own_tokens(
     turns: list[tuple[int, int, list[int], int, bool, str]],
     tiers: bool,
 ) -> None:
-    """Slots with windows, states and checkpoints compute every prompt with the state of its own tokens."""
+    """Prompts differ from earlier sequences at any position; slots have windows, states and checkpoints."""
     traffic = Traffic()
     traffic.tiers = tiers
     traffic.limits = Limits(

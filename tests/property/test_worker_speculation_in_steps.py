@@ -36,7 +36,7 @@ class Bench:
     """An engine on the fake model, run in this thread."""
 
     def __init__(self, limits: Limits, speculation: Speculation | None, *, drafts: bool = False) -> None:
-        """`drafts`: a draft model proposes, which is often right, for a shorter context and with a smaller batch."""
+        """`drafts`: a draft model with a shorter context proposes; it is often right."""
         self.draft = DraftBackend(slots=limits.slots)
         if drafts:
             source = DraftModel(
@@ -83,10 +83,10 @@ class Bench:
 
 
 class DraftBackend(TableBackend):
-    """A model that differs behind some pairs of tokens."""
+    """A draft model whose logits sometimes differ from those of the model."""
 
     def logits(self, index: int) -> np.ndarray:
-        """Other logits for one of four tokens."""
+        """Other logits whenever the number of held tokens is a multiple of four."""
         found = super().logits(index)
         return np.roll(found, 1) if sum(map(len, self.held)) % 4 == 0 else found
 
@@ -220,7 +220,7 @@ def test_failing_sampler_leaves_no_proposals_in_its_slot(monkeypatch: pytest.Mon
 
 
 def test_sampled_answers_have_the_token_shares_of_answers_without_proposals() -> None:
-    """Thousands of tokens of seeded answers: the frequencies of tokens behind each pair are those of the model."""
+    """Each token has the same share of thousands of tokens of seeded answers."""
     prompt = [0, 1, 2, 3, 4, 5] * 2
     bench = Bench(Limits(slots=3, context=64, batch=64, queue=400, outputs=40), EagerSpeculation())
     tickets = [bench.ask(prompt, seed, 0.5, 50) for seed in range(200)]

@@ -74,7 +74,9 @@ def begin(models: dict[str, dict[str, Any]], **settings: Any) -> ExpertsWorld:
 
 
 def test_fewest_layers_have_their_experts_in_host_memory() -> None:
-    """The device has room for the rest and two of four; the change is shown, and both memories are booked."""
+    """The device has room for the rest and the experts of two of four layers. The log names the change, and both
+    memories are booked.
+    """
     world = begin({"a": {"experts": "auto"}})
     ticket = world.want("a")
     world.arrive()
@@ -87,7 +89,7 @@ def test_fewest_layers_have_their_experts_in_host_memory() -> None:
 
 
 def test_configured_settings_are_used_if_they_fit() -> None:
-    """All experts are on a host that has no accelerator, and the setting says nothing about them."""
+    """With `gpu_layers: 0` all experts are in host memory anyway."""
     world = begin({"a": {"experts": "auto", "gpu_layers": 0}})
     world.used("a")
     assert world.model("a").reduced is None
@@ -195,7 +197,7 @@ def test_model_without_automatic_experts_is_refused_with_a_suggestion(experts: s
 
 
 def test_change_that_is_measured_not_to_suffice_is_not_made() -> None:
-    """It is refused after some further numbers of layers were measured; on a fallback it is loaded."""
+    """The load is refused after some further numbers of layers were measured. Another model is changed as usual."""
     world = begin({"wrong": {"experts": "auto"}, "other": {"experts": "auto", "oom_policy": "cpu"}})
     ticket = world.want("wrong")
     world.arrive()

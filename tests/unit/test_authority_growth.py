@@ -1,4 +1,4 @@
-"""Growth of models on accelerators: a model pays for its own growth, and no other model does."""
+"""Growth of models on accelerators is booked to the model that grew, and evicts no other model."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_slack_is_below_the_tolerance_of_the_pressure_levels() -> None:
 def test_memory_figure_of_a_process_attributes_growth_to_an_idle_model() -> None:
     idle = occupant("a", 1000, process_bytes=1500 * MIB)
     busy = occupant("b", 8000, process_bytes=8001 * MIB, active_at=1.0)
-    assert attributed(700, 200, idle, busy) == ({"a": 500}, 199), "one is the small growth of b"
+    assert attributed(700, 200, idle, busy) == ({"a": 500}, 199), "1 MiB is the small growth of b"
 
 
 def test_small_growth_of_several_models_is_booked_when_it_is_large_together() -> None:
@@ -184,7 +184,7 @@ def test_small_growth_known_from_figures_is_not_booked_to_a_model_without_a_figu
     known = occupant("a", 1000, process_bytes=1040 * MIB)
     assert attributed(70, 0, known, occupant("b", 8000, active_at=1.0)) == ({}, 0)
     found = attribute(100 * MIB, 0, [known, occupant("b", 8000, active_at=1.0)], SLACK, is_settled=True)
-    assert (found.changes, found.small_bytes) == ((), 100 * MIB), "together they are what is not booked"
+    assert (found.changes, found.small_bytes) == ((), 100 * MIB), "all growth together is too small to be booked"
     assert attributed(140, 0, known, occupant("b", 8000, active_at=1.0)) == ({"b": 100}, 0)
 
 
@@ -288,7 +288,7 @@ def test_growth_is_booked_and_shown_in_the_status() -> None:
 
 
 def test_unload_of_a_model_that_used_less_than_planned_is_no_growth_of_another() -> None:
-    """What it did not use was taken for a lack of foreign use."""
+    """The bytes that it did not use made the foreign use look smaller."""
     world = begin({"a": {}, "b": {}}, {"a": 200, "b": 400})
     world.foreign_mib(CARD, 100)
     world.used("a")
@@ -319,7 +319,7 @@ def test_old_reading_after_a_load_does_not_look_like_growth_of_other_programs() 
 # --- what is learned -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tells", [True, False])
 def test_overhead_is_learned_again_after_the_first_full_batch(tells: bool) -> None:
-    """From the process if the driver tells its bytes, else from the readings before the load and now."""
+    """From the process if the driver reports its bytes, else from the readings before the load and now."""
     world = begin({"a": {}, "b": {}}, {"a": 300, "b": 300}, tells_processes=tells)
     world.foreign_mib(CARD, 50)
     world.leased("b")

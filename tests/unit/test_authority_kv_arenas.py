@@ -263,7 +263,7 @@ def report(world: StepWorld, **counts: Any) -> None:
 
 
 def test_counters_of_a_model_go_on_when_those_of_its_worker_begin_again() -> None:
-    """Sizes are those of the last report. A worker in standby reports nothing, which is no beginning."""
+    """Sizes are those of the last report. A worker in standby reports zeros, which is no restart."""
     world = begin({"a": {}})
     world.used("a")
     report(world, ram_sequences=4, hits_hot=3, misses=1, saved_bytes=100)

@@ -1,4 +1,4 @@
-"""Loads that evict nothing (`evict=false`), for gateways that choose among nodes, and what a plan tells them."""
+"""Loads that evict nothing (`evict=false`), for gateways that choose among nodes, and the costs that a plan names."""
 
 from __future__ import annotations
 

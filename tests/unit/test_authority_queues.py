@@ -21,7 +21,7 @@ def status(world: StepWorld, name: str = "a") -> ModelStatus:
 
 
 def load(world: StepWorld, name: str, seconds: float) -> None:
-    """Loads a model, which takes so long, and unloads it."""
+    """Loads a model, which takes `seconds`, and unloads it."""
     ticket = world.want(name)
     world.live(seconds, events.Loaded)
     world.arrive()

@@ -13,7 +13,7 @@ from inference.authority.views import model_status
 from inference.errors import InvalidRequestError, ModelFailed, ModelNotFound
 from inference.protocol import ExitCause, ModelState, ModelStatus
 from tests.rigs.authority_world import configuration
-from tests.rigs.step_world import MIB, StepWorld, begin
+from tests.rigs.step_world import StepWorld, begin
 
 pytestmark = pytest.mark.unmeasured
 
@@ -334,10 +334,8 @@ def test_unknown_model_is_refused_with_the_configured_names() -> None:
     assert "a@2" not in error.message
 
 
-def test_quarantine_is_shared_by_the_replicas() -> None:
-    assert MIB
+def test_failure_counts_only_for_the_replica_that_failed() -> None:
     world = both_loaded(parallel=2)
     [world.want("a") for _ in range(2)]
-    assert world.state.models["a@2"].quarantine.cases == {}
     world.end(str(world.model("a@2").worker), ExitCause.KILLED)
-    assert world.model("a@2").backoff.failures == 1
+    assert [world.model(name).backoff.failures for name in ("a", "a@2")] == [0, 1]

@@ -46,7 +46,7 @@ def begin(**keys: Any) -> SharedWorld:
 
 @pytest.mark.parametrize("split_mode", ["layer", "tensor"])
 def test_two_devices_share_a_model_in_the_configured_mode(split_mode: str) -> None:
-    """The speed is unknown where they share each layer."""
+    """The speed is unknown if they share each layer."""
     world = begin(split_mode=split_mode)
     ticket = world.want("a")
     world.arrive()

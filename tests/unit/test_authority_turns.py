@@ -20,7 +20,9 @@ ONE_FITS = {"memory_limit_gb": 0.3}
 
 
 def keep_busy(world: StepWorld, *models: str, until: Callable[[], bool], seconds: int = 300) -> int:
-    """Each model has a client that sends its next request before the last one ends; the number of served requests."""
+    """Each model has a client that sends its next request before the last one ends. Returns the number of served
+    requests.
+    """
     tickets = {model: world.want(model) for model in models}
     served = 0
     for _ in range(2 * seconds):
@@ -37,7 +39,7 @@ def keep_busy(world: StepWorld, *models: str, until: Callable[[], bool], seconds
                 if ticket in world.grants:
                     world.finish(world.grants[ticket])
             return served
-    raise AssertionError("it did not happen")
+    raise AssertionError("the condition `until` was not reached")
 
 
 def test_model_that_is_never_idle_is_unloaded_for_another() -> None:
