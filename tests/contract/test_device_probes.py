@@ -25,6 +25,8 @@ from tests.rigs.processes import children_of, is_alive, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import SimMachine
 
+pytestmark = pytest.mark.unmeasured
+
 MIB = 2**20
 SIZES = (600 * MIB, 1024 * MIB)
 Open = Callable[[Path, pytest.MonkeyPatch], AbstractAsyncContextManager[Probe]]

@@ -22,6 +22,8 @@ from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import is_alive
 
+pytestmark = pytest.mark.unmeasured
+
 FAKE = (sys.executable, "-m", "tests.rigs.fake_worker")
 COMMANDS = {"fake": FAKE, "real": WORKER_COMMAND}
 

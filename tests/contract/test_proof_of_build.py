@@ -21,6 +21,8 @@ from inference.worker.backend import Decode
 from inference.workers.helper_client import HelperError, run_helper
 from tests.rigs.broken_llama import BrokenLlama
 
+pytestmark = pytest.mark.unmeasured
+
 ROOT = Path(__file__).resolve().parents[2]
 needs_preloading = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
 

@@ -13,6 +13,8 @@ from gateway.usage.shared_budgets import SharedBudgets
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
+pytestmark = pytest.mark.unmeasured
+
 BUDGET = Budget(dollars=3.0)
 
 

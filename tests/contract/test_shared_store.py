@@ -19,6 +19,8 @@ from tests.rigs.certificates import HAS_OPENSSL, Authority
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.shared_gateways import until
 
+pytestmark = pytest.mark.unmeasured
+
 
 @pytest.fixture
 def errors() -> list[str]:

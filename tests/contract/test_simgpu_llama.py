@@ -23,6 +23,8 @@ from tests.rigs.processes import children_of, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
+pytestmark = pytest.mark.unmeasured
+
 MIB = 2**20
 SIZE = 600 * MIB
 ASK = {"prompt": "the water", "max_tokens": 8, "temperature": 0}

@@ -390,7 +390,7 @@ class Authority(RuleBasedStateMachine):
 
 TestAuthority = Authority.TestCase
 TestAuthority.settings = settings(
-    max_examples=max(1, LONG // STEPS) if LONG else 40,
+    max_examples=max(1, LONG // STEPS) if LONG else 25,
     stateful_step_count=STEPS,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # to shrink an example takes minutes
