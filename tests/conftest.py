@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 SLOW = (HealthCheck.too_slow,)  # depends on what else the machine does
-settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=SLOW)
+settings.register_profile("repeatable", derandomize=True, max_examples=50, deadline=None, suppress_health_check=SLOW)
 settings.register_profile("explore", max_examples=1000, deadline=None, suppress_health_check=SLOW)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
 settings.load_profile(PROFILE)
