@@ -176,6 +176,7 @@ async def test_operator_loads_and_unloads_in_the_dashboard(stack: Stack, tmp_pat
         assert forecast["plan"]["devices"] == ["gpu-0", "gpu-1"]
         assert [text for text in forecast["sentences"] if text.startswith("Loads tall on gpu-1: ")]
         loaded = await page.post("/ui/api/models/tall/load")
+        assert loaded.status_code == 200, loaded.text
         assert loaded.json()["headgate"]["state"] in ("ready", "busy"), loaded.text
         shown = await page.next("devices", lambda data: _resident(data, "gpu-1", "tall"))
         row = _resident(shown, "gpu-0", "tall")
