@@ -26,7 +26,7 @@ class Writer(Protocol):
         ...
 
     def write(self, frames: Sequence[Frame]) -> bytes:
-        """The bytes for `frames` (without Done); empty if the client does not get them."""
+        """The bytes to send for `frames`, which contain no Done; empty if this API sends nothing for them."""
         ...
 
     def end(self) -> bytes:
@@ -55,11 +55,11 @@ class ApiRequest(Protocol):
         ...
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        """The body of an answer without a stream, from OpenAI's object (`chat.completion` or `text_completion`)."""
+        """The body of a response without a stream. `answer`: OpenAI's `chat.completion` or `text_completion` object."""
         ...
 
     def unary(self, answer: bytes) -> bytes:
-        """The body of an answer of an endpoint without streams, from the JSON of OpenAI's object."""
+        """The body of a response of an endpoint without streams. `answer`: JSON of the object in OpenAI's format."""
         ...
 
 
@@ -74,7 +74,7 @@ class PublicApi(Protocol):
     def parse(self, raw: bytes, owner: str) -> ApiRequest | Awaitable[ApiRequest]:
         """The request in `raw`; raises RequestError. Stored data is available to `owner` (digest of the key) only.
 
-        An awaitable gets stored data that the request refers to from other gateways.
+        The result is an awaitable if the request refers to stored data that other gateways may have; it fetches them.
         """
         ...
 

@@ -98,7 +98,7 @@ def _blocks(salt: bytes, texts: Iterable[bytes], first_user: int) -> PrefixBlock
 
 
 def _message(message: Message) -> bytes:
-    """The text of a message. Its length is in it, so that no other messages have the same text."""
+    """The bytes of a message. They contain their lengths, so that joined messages cannot be read as other messages."""
     content = message.content
     if isinstance(content, list):
         text = b"".join(map(_part, content))

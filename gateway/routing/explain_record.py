@@ -1,4 +1,7 @@
-"""Explain records: how each of the last requests was decided, for `/admin/requests/{id}`. No prompts, no answers."""
+"""Explain records for `/admin/requests/{id}`: why each candidate of a request was used, skipped or left.
+
+They contain no prompts and no answers.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +90,11 @@ class AttemptRecord:
 
 @dataclass(slots=True)
 class BreakRecord:
-    """One break of an answer: its candidate, why it broke, and the result.
+    """One interruption of an answer: its candidate, the cause, and the result.
 
-    `outcome` is `resumed`, `cancelled` when the client disconnected or the gateway stopped meanwhile, or a result of
-    `gateway_resume_total`. `dropped` has the reason for each candidate that was not tried.
+    `outcome` is `running` until the result is known. Then it is `resumed`, `cancelled` (the client disconnected or the
+    gateway stopped first), or another result of `gateway_resume_total`. `dropped` has the reason for each candidate
+    that was not tried.
     """
 
     name: str
@@ -131,10 +135,12 @@ class Record:
     """The node that answered, where there are several."""
     tier: str = "none"
     hops: list[str] = field(default_factory=list)
-    """Each resume: the candidate, where in the answer, and why."""
+    """A text for each resume: the candidate that continues, after how many characters, and why the attempt before it
+    ended."""
     breaks: list[BreakRecord] = field(default_factory=list)
     reason: str = "none"
-    """Why the first choice did not answer; `none` if it did, or if the request ended before."""
+    """Why the first candidate of the chain did not answer; `none` if it did, or if the request was refused or cancelled
+    before another candidate answered."""
     outcome: str = "running"
     status: int | None = None
     first_token_seconds: float | None = None
@@ -152,7 +158,7 @@ class Record:
     cached_tokens: int | None = None
     """Those prompt tokens that the provider had computed before."""
     pieces: int = 0
-    """Pieces of attempts that ended without a usage."""
+    """Content chunks of attempts that ended without reporting usage; each counts as one token."""
     trace: SpanContext | None = None
     """The span of the request, if traces are on."""
 

@@ -63,7 +63,8 @@ class ResumeMethod(StrEnum):
     CONTINUE = "continue"
     """the inference service continues the text, and counts it as one answer"""
     PREFILL = "prefill"
-    """the text is the last assistant message, or the end of the prompt"""
+    """the text is sent as the last assistant message, or at the end of the prompt, and the model continues it (not the
+    prefill of a worker)"""
     INSTRUCT = "instruct"
     """a user message asks for the rest"""
 

@@ -85,7 +85,7 @@ class SentAnswer:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the answer cannot be resumed, as far as `partial` was read; None when it can."""
+        """Why the answer cannot be resumed; None when it can. Read `partial` first, which detects malformed text."""
         return self._obstacle or ("shape" if self._is_signed else None)
 
     @property
@@ -123,7 +123,9 @@ class Splice:
     """Rewrites the frames of one continuation so that they follow `partial`. Does not raise for malformed chunks."""
 
     def __init__(self, sent: SentAnswer, partial: PartialAnswer, method: ResumeMethod, stops: Sequence[str]) -> None:
-        """`stops` are the request's stop strings: one of them may begin in `partial`, which a cloud does not check."""
+        """`stops`: the stop strings of the request. One may begin in `partial` and end in the continuation, which a
+        cloud does not detect.
+        """
         self._head = sent.head
         self._roles = set(sent.roles)
         self._partial = partial
@@ -238,7 +240,10 @@ def overlap(sent: str, text: str, final: bool) -> int | None:
 
 
 def stripped_white_space(sent: str, text: str, final: bool) -> int | None:
-    """Like `overlap`, for a prefill, from which the API strips the white space at the end of `sent`."""
+    """How many characters at the start of `text` repeat the white space at the end of `sent`; None while undecided.
+
+    The API removes that white space from a prefilled message, so the model may write it again.
+    """
     space = sent[len(sent.rstrip()) :]
     if not final and len(text) < len(space) and space.startswith(text):
         return None

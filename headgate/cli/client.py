@@ -24,8 +24,9 @@ ANSWER_SECONDS = 30.0
 
 
 class ApiError(HeadgateError):
-    """An error response, or no usable response. `code` is the error code of the service, `details` its figures.
+    """An error response, or no usable response.
 
+    `code` is `error.code` of the response, and `details` is `error.headgate`: the numbers in the message.
     `status` is the HTTP status, 504 for a timeout of this client, or None. `retry_after` is in seconds.
     """
 
@@ -211,5 +212,5 @@ def _seconds(header: str | None) -> float | None:
 
 
 def segment(name: str) -> str:
-    """The name of a model, device or breaker, quoted for a path. Slashes stay."""
+    """The name of a model, device or breaker, percent-encoded for a URL path. Its slashes are not encoded."""
     return quote(name, safe="/")

@@ -121,7 +121,7 @@ class Pulls:
                 if now() < silent_at:
                     yield b": headgate downloading\n\n"
                     continue
-                problem = f"no progress for {SILENCE_SECONDS:g} s; the same request continues the download"
+                problem = f"no progress for {SILENCE_SECONDS:g} s; send the request again to continue the download"
                 break
             if not line:
                 status = child_process.exit_text(await process.wait())
@@ -151,7 +151,7 @@ class Pulls:
     async def _end(self, source: str, process: asyncio.subprocess.Process) -> None:
         _kill(process)
         waiting = asyncio.ensure_future(process.wait())
-        await asyncio.wait({waiting}, timeout=END_SECONDS)  # longer only for a process that hangs in the kernel
+        await asyncio.wait({waiting}, timeout=END_SECONDS)  # it ends sooner, unless it hangs in the kernel
         del self._running[source]
 
 

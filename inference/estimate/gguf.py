@@ -128,7 +128,7 @@ def _facts(
     if not isinstance(architecture, str) or not architecture:
         raise BadGgufError("its header has no architecture (general.architecture)")
     if len(architecture) > _LONGEST_NAME:
-        raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
+        raise BadGgufError(f"its architecture has {len(architecture)} characters; the maximum is {_LONGEST_NAME}")
     if not architecture.isprintable():
         raise BadGgufError(f"its architecture {_shown(architecture)} has unprintable characters")
     if architecture == "clip":

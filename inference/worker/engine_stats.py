@@ -27,7 +27,7 @@ class TokenRate:
     least: int = MIN_TOKENS
 
     def read(self, tokens: int, seconds: float) -> TokenRate:
-        """The rate after a step of `seconds` with `tokens` tokens, including reused ones."""
+        """The rate with one more step that took `seconds`. `tokens`: its tokens, with the reused ones."""
         if tokens < self.least or seconds <= 0:
             return self
         kept = max(0.0, 1.0 - seconds / WINDOW_SECONDS)
@@ -61,7 +61,7 @@ class EngineCounters:
     cells_retained: int = 0
     prefill: TokenRate = TokenRate()
     decode: TokenRate = TokenRate(least=1)
-    """of steps with one token of one sequence"""
+    """The rate of the steps that compute one token of one sequence."""
     kv: KvCounts = field(default_factory=KvCounts)
 
     def begin(self, tokens: int) -> None:

@@ -29,13 +29,15 @@ class Facts:
     image_marker: str = ""
     """The secret text that marks the place of an image in a message. Empty for models without images."""
     family: str = ""
-    """Name of the chat template's dialect; empty without a template."""
+    """The name of the dialect of the chat template, such as `hermes`; empty without a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPrefix:
-    """The beginning of an answer, at the end of the prompt. `tokens` counts it, `reasoning` counts its tokens before
-    the content, `content` is its text. The tokens count as generated.
+    """The beginning of an answer that another worker has generated; its tokens are the end of the prompt.
+
+    `tokens`: the number of these tokens, which count as generated. `reasoning`: the number of those before the content.
+    `content`: the text without the reasoning.
     """
 
     tokens: int = 0

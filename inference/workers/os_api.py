@@ -86,7 +86,8 @@ def socket_directory(state: StateDir) -> Path:
         raise HeadgateError(f"cannot use {path} for sockets ({error.strerror})") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
         raise HeadgateError(
-            f"{path} belongs to another user or is not private; remove it, or set HEADGATE_STATE_DIR to a shorter path"
+            f"{path}, which is used because {own} is too long for sockets, belongs to another user or is not private; "
+            f"remove it, or set HEADGATE_STATE_DIR to a path of at most {_SHORT_PATH - len('/run')} bytes"
         )
     return path
 

@@ -337,7 +337,9 @@ async def test_hosted_tools_are_dropped_if_configured(
     assert len((await cloud.record()).body["tools"]) == 1
 
 
-async def test_error_of_a_tier_names_the_field_of_the_client(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+async def test_error_of_the_inference_service_names_the_field_of_the_responses_api(
+    client: openai.AsyncOpenAI, fake: FakeInference
+) -> None:
     fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="demo", input="Hi")

@@ -415,7 +415,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
         assert not hangs.in_ram
         opened.store.fetch(other)
         assert not other.fetching
-        assert "too slowly" in caplog.text
+        assert "takes too long" in caplog.text
         works.set()
         opened.wait(lambda: hangs.in_ram)
         opened.store.fetch(other)

@@ -120,7 +120,7 @@ LIMITS = Limits(slots=3, context=64, batch=32, queue=20, outputs=11)
     drafts=st.booleans(),
     broken=st.lists(st.sampled_from((Decode.OK, Decode.COMPUTE_FAILED)), max_size=8),
 )  # fmt: skip
-def test_answers_are_those_of_one_token_per_step(
+def test_answers_with_speculation_equal_those_of_one_token_per_step(
     requests: list[tuple[list[int], int, float, int, int, int | None]],
     cells: int,
     outputs: int,

@@ -122,7 +122,7 @@ def test_hub_source_is_the_downloaded_file_with_its_projector(tmp_path: Path) ->
         ("hf:o/r/../../x.gguf", "write hf:ORGANIZATION/REPOSITORY:QUANTIZATION"),
     ],
 )
-def test_incomplete_download_of_a_hub_source_is_an_error_with_the_pull_command(
+def test_hub_source_that_is_missing_incomplete_or_malformed_is_an_error_that_says_what_to_do(
     tmp_path: Path, source: str, message: str
 ) -> None:
     put(tmp_path / "models/o/r", "r-Q5_0.gguf", "r-Q8_0.gguf", "big-00001-of-00002.gguf")

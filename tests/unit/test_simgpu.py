@@ -55,7 +55,7 @@ def test_device_settings_are_parsed(text: str, sizes: tuple[int, ...] | None) ->
         ("sim:17x1GiB", "there can be at most 16"),
     ],
 )
-def test_invalid_devices_are_rejected_with_a_suggestion(text: str, words: str) -> None:
+def test_invalid_device_setting_is_rejected_with_what_is_wrong_with_it(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_choice(text)
 

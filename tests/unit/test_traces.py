@@ -164,7 +164,7 @@ def test_a_wait_has_a_queue_span_with_the_load_during_it() -> None:
     assert [span.name for span in worker_spans(at_once, lambda: 1)] == ["prepare", "prefill", "decode"]
 
 
-def test_the_end_of_a_relayed_request_is_its_status_or_its_error() -> None:
+def test_span_of_a_relayed_request_has_its_status_and_its_error() -> None:
     for outcome, status, error in (
         ("status_400", 400, "status_400"),
         ("queue_full", None, "queue_full"),

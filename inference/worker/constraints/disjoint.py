@@ -64,7 +64,7 @@ def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resol
 
 
 def kinds(node: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types a value may have by `type`, `enum` and `const`; whole numbers are numbers."""
+    """The JSON types a value may have by `type`, or without `type` by `const` or `enum`. An integer is a number."""
     declared = node.get("type")
     if declared is None:
         values = _listed(node)

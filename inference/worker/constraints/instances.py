@@ -1,4 +1,4 @@
-"""Decides from a lowered schema whether a finite value satisfies it, and how keys must be written.
+"""Decides whether a finite value satisfies a lowered schema, and whether its keys may have one spelling only.
 
 Patterns, numbers and lengths are ignored: a schema that fails by these alone counts as satisfiable.
 """
@@ -59,7 +59,9 @@ def check_merges(lowered: Mapping[str, Any], names: Mapping[str, str]) -> None:
 
 
 def has_open_names(lowered: Mapping[str, Any]) -> bool:
-    """Whether an object has both named and other keys, so that each key needs a unique spelling."""
+    """Whether an object has named and other keys. Then each key may have one spelling only, because another key with
+    escapes could be read as a named one.
+    """
     for node in _nodes(lowered):
         is_named = any(node.get(key) for key in ("properties", "required", "patternProperties"))
         if is_named and node.get("additionalProperties") is not False:

@@ -17,47 +17,47 @@ from inference.worker.dialects.thinking import Thinking, thinking_of
 
 __all__ = ["Dialect", "detect"]
 
-_UNFILTERED = re.compile(r"""\+\s*[\w.\[\]'"]*arguments['"]?\]?\s*(\+|-?\}\}|-?%\})""")
-"""Arguments that a template concatenates as text."""
-_FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=", "<tool_calls>")
-"""Markers of other notations that share a marker with a family here."""
+_JOINED_ARGUMENTS = re.compile(r"""\+\s*[\w.\[\]'"]*arguments['"]?\]?\s*(\+|-?\}\}|-?%\})""")
+"""Code of a template that joins the arguments of a call to other text without a filter. They must be text already."""
+_OTHER_NOTATIONS = ("<function=", "<arg_key>", "<invoke", "<function name=", "<tool_calls>")
+"""Markers that templates of Hermes and Llama 3 do not contain: a template with one of them has another notation."""
 
 
 def detect(template: str, control_texts: Collection[str], *, presents: bool = True) -> Dialect:
-    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents`: whether
-    the rendered prompt contains the tools.
+    """The dialect of a chat template. `template`: its source. `control_texts`: the texts of the control tokens of the
+    vocabulary. `presents`: whether the rendered prompt contains the tools.
 
-    A template is `generic` if its notation of calls is unknown or missing, or if it does not contain the tools. Harmony
-    and DeepSeek explain tools in a message where their templates do not present them, because their models have tokens
-    for calls.
+    The dialect is `generic` if the notation of calls is unknown or missing, or if the prompt does not contain the
+    tools. Harmony and DeepSeek are exceptions, because their models have tokens for calls: where the prompt does not
+    contain the tools, their dialects explain them in a message.
     """
     thinking = thinking_of(template, control_texts)
-    text = _UNFILTERED.search(template) is not None
+    text_arguments = _JOINED_ARGUMENTS.search(template) is not None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
-        return harmony.Harmony(text_arguments=text, presents=presents)
+        return harmony.Harmony(text_arguments=text_arguments, presents=presents)
     if deepseek.CALLS in template:
         fenced = f"{deepseek.FENCE}json" in template
-        return deepseek.DeepSeek(thinking, text_arguments=text, fenced=fenced, presents=presents)
-    known = _calling_family(template, thinking, text=text) if presents else None
+        return deepseek.DeepSeek(thinking, text_arguments=text_arguments, fenced=fenced, presents=presents)
+    known = _calling_family(template, thinking, text_arguments=text_arguments) if presents else None
     if known is not None:
         return known
     system = re.search(r"""['"]system['"]""", template) and "ystem role not supported" not in template
     return hermes.Generic(thinking, system=bool(system))
 
 
-def _calling_family(template: str, thinking: Thinking | None, *, text: bool) -> Dialect | None:
+def _calling_family(template: str, thinking: Thinking | None, *, text_arguments: bool) -> Dialect | None:
     """The family whose notation of calls is in a template that presents tools; None where it is unknown."""
     if mistral.CALLS in template:
         lists = mistral.ARGUMENTS not in template
-        return mistral.Mistral(thinking, text_arguments=text, lists=lists, ids=mistral.ID in template)
+        return mistral.Mistral(thinking, text_arguments=text_arguments, lists=lists, ids=mistral.ID in template)
     if dsml.TOKEN in template:
         block = dsml.OLD if f"{dsml.OLD}>" in template else dsml.NEW
-        return dsml.Dsml(thinking, text_arguments=text, block=block)
+        return dsml.Dsml(thinking, text_arguments=text_arguments, block=block)
     if all(marker in template for marker in (qwenxml.BEGIN, qwenxml.FUNCTION, qwenxml.PARAMETER)):
-        return qwenxml.QwenXml(thinking, text_arguments=text)
-    if not any(marker in template for marker in _FOREIGN):
+        return qwenxml.QwenXml(thinking, text_arguments=text_arguments)
+    if not any(marker in template for marker in _OTHER_NOTATIONS):
         if hermes.BEGIN in template and re.search(r'\\?"name\\?":', template):
-            return hermes.Hermes(thinking, text_arguments=text)
+            return hermes.Hermes(thinking, text_arguments=text_arguments)
         if re.search(r"<\|(start_header_id|header_start)\|>", template) and '"parameters"' in template:
-            return llama3.Llama3(thinking, text_arguments=text)
+            return llama3.Llama3(thinking, text_arguments=text_arguments)
     return None

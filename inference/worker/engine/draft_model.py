@@ -117,7 +117,9 @@ class DraftModel:
         self._unsupported.discard(job)
 
     def _fitting(self, wanted: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates for whose tokens and proposals there is room. Other sequences make room in a pool."""
+        """The candidates whose tokens and proposals fit, with `most` limited by the context. In a shared pool of cells,
+        other slots are emptied if their tokens do not fit beside these.
+        """
         fitting = []
         room = self._cells or len(self._held) * self._context
         for item in wanted:

@@ -40,8 +40,8 @@ FOUND_AT_A_TIME = 16
 LOCK_SECONDS = 0.05
 """Interval of the attempts to take an arena that another worker of the model still uses."""
 FIND_SECONDS = 0.05
-"""The load of a model waits at most this long until the files are found, the last used first, so that the first request
-can continue them."""
+"""The load of a model waits at most this long until its files are found, the last used ones first. The first request
+can then continue their sequences."""
 FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
@@ -208,14 +208,14 @@ class TieredStore:
         for stored in self._fetches:
             if stored.sequence.fetching and self._is_overdue(stored):
                 log.warning(
-                    "a stored sequence of %d tokens is read too slowly, its prompt is computed instead",
+                    "reading a stored sequence of %d tokens takes too long; the waiting prompt is computed instead",
                     len(stored.sequence.tokens),
                 )
                 stored.sequence.fetching = False
         self._memory.end_transit()
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
-        """Pins `sequences` until the Unix time `until`: those without a pin are removed first."""
+        """Pins `sequences` until the Unix time `until`. Sequences without a pin are removed before pinned ones."""
         for sequence in sequences:
             if (stored := self._stored.get(sequence)) is not None:
                 sequence.pinned_until = until
@@ -294,7 +294,7 @@ class TieredStore:
             self._find_on_disk()
 
     def _find_in_ram(self) -> None:
-        foreign = 0
+        unusable = 0
         for region in self._memory.arena.scan():
             try:
                 head = decode_head(region.view[: decode_prefix(region.view[:HEADER_BYTES]).state_at])
@@ -304,16 +304,16 @@ class TieredStore:
                 self._memory.arena.release(region)
                 continue
             if head.key != self._key or self._catalog.same(head.sequence.tokens, head.sequence.tenant) is not None:
-                foreign += 1
+                unusable += 1
                 self._memory.arena.release(region)
                 continue
             stored = Stored(head.sequence, head.sizes, head.partial_at)
             self._add(stored)
             self._memory.enter(stored, region)
-        if foreign:
-            self._counts.invalid += foreign
+        if unusable:
+            self._counts.invalid += unusable
             why = "duplicates, or made with another file or other settings of the model"
-            log.info("%d stored sequences removed from host memory: %s", foreign, why)
+            log.info("%d stored sequences removed from host memory: %s", unusable, why)
 
     def _find_on_disk(self) -> None:
         """Reads the heads of the files in the background, some at a time, so that fetches need not wait."""
@@ -402,7 +402,7 @@ class TieredStore:
 
     # --- the disk -----------------------------------------------------------------------------------------------------
     def _queue_write(self, stored: Stored) -> None:
-        """Has a sequence written to a file, once, if it is in host memory only."""
+        """Queues the writing of a sequence that is in host memory only, unless it is queued already."""
         if stored.region is not None and stored.file is None and not stored.write_queued:
             stored.write_queued = True
             self._writes.add(lambda: self._write(stored))
@@ -509,9 +509,13 @@ class TieredStore:
         self._memory.prepare(stored)
 
     def _not_fetched(self, stored: Stored, failure: Exception | None) -> None:
-        """Removes a file that is damaged, and forgets one that is gone; if memory was lacking, the file stays."""
+        """Forgets the file, unless memory was lacking. `discard` keeps a file on disk if the error may be temporary."""
         if isinstance(failure, MemoryError) or self._stored.get(stored.sequence) is not stored:
-            log.warning("a stored sequence could not be read, its prompt is computed again: %s", failure)
+            log.warning(
+                "a stored sequence of %d tokens could not be read (%s); the waiting prompt is computed instead",
+                len(stored.sequence.tokens),
+                failure,
+            )
         elif isinstance(failure, FileNotFoundError):
             self._lost_file(stored)
         elif stored.file is not None and failure is not None and self._disk is not None:
@@ -551,9 +555,10 @@ class TieredStore:
         return True
 
     def _remove_prefixes(self, sequence: StoredSequence, *, with_files: bool) -> None:
-        """Removes sequences that `sequence` continues, if its end can be removed instead: they are never better.
+        """Removes the sequences that `sequence` continues: it can replace them, because its end can be removed.
 
-        Pinned ones stay, and those that are being read. Without `with_files`, those with a file leave host memory only.
+        Where the end of a sequence cannot be removed, nothing is done. Pinned sequences and those being read stay.
+        Without `with_files`, sequences with a file are removed from host memory only.
         """
         if not self._states.can_trim:
             return

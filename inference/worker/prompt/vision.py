@@ -25,7 +25,7 @@ from inference.worker.worker_errors import BadRequestError, WorkerError
 MAX_REQUEST_BYTES = 2**25
 """Limit of the embeddings of one request."""
 KEPT_BYTES = 2**25
-"""Limit of cached embeddings; the next turn of a chat has the same image."""
+"""Limit of cached embeddings; the next request of a conversation has the same images."""
 MAX_TURNS = 4
 """Concurrent requests with images; others wait."""
 MAX_WAITING = 64
@@ -87,7 +87,8 @@ class Vision:
         if self._files_bytes + files_bytes > MAX_FILES_BYTES:
             raise WorkerError(
                 Code.QUEUE_FULL,
-                f"images of {self._files_bytes} bytes are waiting for this model; the limit is {MAX_FILES_BYTES} bytes",
+                f"images of {self._files_bytes} bytes are waiting for this model, and this request has images of "
+                f"{files_bytes} bytes; the limit is {MAX_FILES_BYTES} bytes",
             )
         held = files_bytes
         self._files_bytes += held
@@ -190,9 +191,9 @@ class Vision:
             size -= sum(tile.n_tokens for tile in image.tiles) * self._projector.width * 4
 
     def _number(self, key: bytes, index: int, count: int) -> int:
-        """The first token number of an image, the same for each use, so that prefixes are found again.
+        """The first number for the tokens of a tile; the same for each use of its image, so that prefixes are found.
 
-        Numbers repeat after two billion tokens; no sequence contains the old ones then.
+        Numbers start again after two billion tokens. By then no sequence contains the earlier ones.
         """
         if (known := self._numbers.get((key, index))) is not None:
             self._numbers.move_to_end((key, index))

@@ -1,7 +1,7 @@
 """Counts what workers report about stored sequences.
 
-The counters of a worker start with its process, or with its context. Those of a model and of the metrics continue with
-the next worker of the model.
+The counters of a worker start at 0 with its process, and again with each new context. The counters of a model and the
+metrics are sums over all workers that the model has had.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _grown(before: Any, now: Any) -> Any:
 
 
 def note(draft: Draft, worker: WorkerRecord, counts: KvCounts) -> None:
-    """A worker reports its stored sequences. An empty report is ignored, as of a worker without a context."""
+    """Records what a worker reports about its stored sequences. An empty report, as of a worker without a context, is
+    ignored.
+    """
     if counts in (_NOTHING, worker.kv_counts):
         return
     grown = {name: _grown(getattr(worker.kv_counts, name), getattr(counts, name)) for name in _COUNTERS}

@@ -216,7 +216,7 @@ def request_answered(draft: Draft, event: RequestAnswered) -> None:
     if not quarantine.cases and not quarantine.in_a_row and not quarantine.doubted:
         return
     if quarantine.suspicion(event.key, draft.now) is not Suspicion.NONE:
-        draft.info("request %s to %s is no longer suspected", event.key, model.id)
+        draft.info("request %s (model %s) is no longer suspected", event.key, model.id)
     draft.set_model(model.id, quarantine=quarantine.answered(event.key))
 
 
@@ -225,7 +225,7 @@ def case_cleared(draft: Draft, event: CaseCleared) -> None:
     model = draft.state.models.get(event.model)
     if model is not None:
         draft.set_model(model.id, quarantine=model.quarantine.forget(event.key))
-        draft.info("an operator removed request %s to %s from quarantine", event.key, model.id)
+        draft.info("an operator removed request %s (model %s) from quarantine", event.key, model.id)
 
 
 def cases(state: State, now: float) -> list[dict[str, Any]]:
