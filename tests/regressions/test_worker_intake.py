@@ -167,7 +167,7 @@ async def vision() -> Vision:
 
 async def full(vision: Vision, size: int) -> bool:
     try:
-        async with vision.turn(0.0, size):
+        async with vision.place(0.0, size):
             return False
     except WorkerError as error:
         return error.code is Code.QUEUE_FULL
@@ -175,7 +175,7 @@ async def full(vision: Vision, size: int) -> bool:
 
 async def test_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) -> None:
     half = MAX_FILES_BYTES // 2
-    async with vision.turn(None, half) as let_go:
+    async with vision.place(None, half) as let_go:
         waiting = asyncio.create_task(_wait(vision, half))
         await asyncio.sleep(0)
         assert await full(vision, 1), "a running and a waiting request use the whole limit"
@@ -188,5 +188,5 @@ async def test_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) ->
 
 
 async def _wait(vision: Vision, size: int) -> None:
-    async with vision.turn(None, size):
-        raise AssertionError("the only turn is taken")
+    async with vision.place(None, size):
+        raise AssertionError("the only place is taken")

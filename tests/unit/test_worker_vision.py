@@ -13,7 +13,7 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import ImageTile
-from inference.worker.prompt.vision import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Vision
+from inference.worker.prompt.vision import KEPT_BYTES, MAX_CONCURRENT, MAX_REQUEST_BYTES, MAX_WAITING, Vision
 from inference.worker.worker_errors import BadRequestError, WorkerError
 
 
@@ -121,26 +121,26 @@ async def test_concurrent_and_waiting_requests_are_limited(vision: Vision) -> No
 
     async def see() -> None:
         nonlocal inside
-        async with vision.turn(None, 1):
+        async with vision.place(None, 1):
             inside += 1
             await release.wait()
 
-    tasks = [asyncio.create_task(see()) for _ in range(MAX_TURNS + MAX_WAITING)]
-    while inside < MAX_TURNS:
+    tasks = [asyncio.create_task(see()) for _ in range(MAX_CONCURRENT + MAX_WAITING)]
+    while inside < MAX_CONCURRENT:
         await asyncio.sleep(0)
     with pytest.raises(WorkerError) as full:
-        async with vision.turn(None, 1):
+        async with vision.place(None, 1):
             raise AssertionError("the queue is full")
     assert full.value.code is Code.QUEUE_FULL
     tasks.pop().cancel()
     await asyncio.sleep(0)
     with pytest.raises(WorkerError) as late:
-        async with vision.turn(0.0, 1):
+        async with vision.place(0.0, 1):
             raise AssertionError("the deadline has passed")
     assert late.value.code is Code.DEADLINE_EXCEEDED
     release.set()
     await asyncio.gather(*tasks)
-    assert inside == MAX_TURNS + MAX_WAITING - 1
+    assert inside == MAX_CONCURRENT + MAX_WAITING - 1
 
 
 async def test_encoding_is_part_of_the_heartbeat(vision: Vision, eye: FakeEye) -> None:

@@ -190,7 +190,7 @@ class App:
             vision.encode(prepared.images, "messages")
             return prepared
 
-        async with vision.turn(exchange.deadline(arrival), sum(map(len, request.images))) as release_files:
+        async with vision.place(exchange.deadline(arrival), sum(map(len, request.images))) as release_files:
             if ticket.gone:
                 raise GoneError
             prepared = await vision.off_loop(read_images, exchange.header(H_TENANT))

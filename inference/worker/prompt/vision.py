@@ -26,12 +26,12 @@ MAX_REQUEST_BYTES = 2**25
 """Limit of the embeddings of one request."""
 KEPT_BYTES = 2**25
 """Limit of cached embeddings; the next request of a conversation has the same images."""
-MAX_TURNS = 4
-"""Concurrent requests with images; others wait."""
+MAX_CONCURRENT = 4
+"""Maximum number of concurrent requests with images; others wait."""
 MAX_WAITING = 64
 MAX_FILES_BYTES = 2**26
 """Limit of the image files of waiting requests."""
-HELD_BYTES = MAX_REQUEST_BYTES * MAX_TURNS + KEPT_BYTES + MAX_FILES_BYTES
+HELD_BYTES = MAX_REQUEST_BYTES * MAX_CONCURRENT + KEPT_BYTES + MAX_FILES_BYTES
 """Host memory for images, besides the projector."""
 _KNOWN_IMAGES = 2**16
 _LAST_NUMBER = 2**31 - 2**20
@@ -53,9 +53,9 @@ class Vision:
     `counters` reports encoding like steps of the engine, so that a hung device is detected here too.
     """
 
-    def __init__(self, projector: Projector, most: int, turns: int, *, at_once: int) -> None:
+    def __init__(self, projector: Projector, most: int, concurrent: int, *, at_once: int) -> None:
         """`most`: maximum tokens of a tile. `at_once`: the same for a tile whose tokens attend to each other in both
-        directions. `turns`: concurrent requests with images, at most MAX_TURNS.
+        directions. `concurrent`: number of concurrent requests with images, at most MAX_CONCURRENT.
         """
         self.counters = EngineCounters(time.monotonic)
         self.tiles: WeakValueDictionary[int, ImageTile] = WeakValueDictionary()
@@ -63,7 +63,7 @@ class Vision:
         self._projector = projector
         self._most = most
         self._at_once = min(most, at_once)
-        self._turns = asyncio.Semaphore(min(turns, MAX_TURNS))
+        self._places = asyncio.Semaphore(min(concurrent, MAX_CONCURRENT))
         self._waiting = 0
         self._files_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vision")
@@ -74,8 +74,10 @@ class Vision:
         self._next = 1
 
     @contextlib.asynccontextmanager
-    async def turn(self, deadline: float | None, files_bytes: int) -> AsyncIterator[Callable[[], None]]:
-        """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded).
+    async def place(self, deadline: float | None, files_bytes: int) -> AsyncIterator[Callable[[], None]]:
+        """Waits for a place among the concurrent requests with images, and holds it inside the `async with` block.
+
+        Raises WorkerError (queue_full or deadline_exceeded).
 
         `deadline`: seconds of `time.monotonic`, None without. The caller calls the yielded function when the request's
         files (`files_bytes`) are no longer held.
@@ -99,19 +101,19 @@ class Vision:
             held = 0
 
         try:
-            await self._turn(deadline)
+            await self._take_place(deadline)
             try:
                 yield let_go
             finally:
-                self._turns.release()
+                self._places.release()
         finally:
             let_go()
 
-    async def _turn(self, deadline: float | None) -> None:
+    async def _take_place(self, deadline: float | None) -> None:
         self._waiting += 1
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                await self._turns.acquire()
+                await self._places.acquire()
         except TimeoutError:
             raise WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline") from None
         finally:
