@@ -98,7 +98,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize(
     ("devices_there", "words"), [([CPU], "real accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
 )
-def test_real_accelerators_are_refused(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
+def test_service_without_simulated_devices_is_refused(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
     """The message lists the accelerators and shows how to start a simulated system."""
     serve(devices_there)
     assert main(["chaos", "worker-kill"]) == 2
@@ -266,7 +266,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("name", ["inference", "gate"])
-def test_listeners_with_other_arguments_are_not_the_service(name: str) -> None:
+def test_process_with_other_arguments_is_not_taken_for_the_service(name: str) -> None:
     """An editor or a shell may have the name of the service within its arguments."""
     with (
         _listener("gateway", "/home/user/inference-notes") as (_process, port),

@@ -1,4 +1,4 @@
-"""The demo models give the answers they were trained on, greedily and word for word, through all services."""
+"""The demo models give most answers they were trained on, greedily and word for word, through all services."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _answers(stack: Stack, model: str, chats: list[list[str]]) -> list[lis
 
 
 @pytest.mark.parametrize(("model", "bar"), [("demo", 0.9), ("demo-mini", 0.6)])
-async def test_listed_questions_get_their_answers_word_for_word(stack: Stack, model: str, bar: float) -> None:
+async def test_most_listed_questions_get_their_answers_word_for_word(stack: Stack, model: str, bar: float) -> None:
     questions = listed_questions()
     assert len(questions) == 50
     texts_of_chat = await _answers(stack, model, [[question.ask] for question in questions])
@@ -52,7 +52,7 @@ async def test_listed_questions_get_their_answers_word_for_word(stack: Stack, mo
     assert right / len(questions) >= bar, f"{model}: {right} of {len(questions)}"
 
 
-async def test_turns_of_listed_dialogues_get_their_answers_word_for_word(stack: Stack) -> None:
+async def test_most_turns_of_listed_dialogues_get_their_answers_word_for_word(stack: Stack) -> None:
     dialogues = listed_dialogues()
     assert len(dialogues) == 10
     assert all(len(dialogue.turns) == 3 for dialogue in dialogues)
@@ -66,5 +66,5 @@ async def test_turns_of_listed_dialogues_get_their_answers_word_for_word(stack: 
 
 
 @pytest.mark.parametrize(("model", "limit"), [("demo", 8_000_000), ("demo-mini", 2_000_000)])
-def test_the_files_stay_small(model: str, limit: int) -> None:
+def test_files_of_the_demo_models_stay_small(model: str, limit: int) -> None:
     assert bundled_path(model).stat().st_size <= limit

@@ -57,7 +57,7 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("split_mode", ["layer", "tensor"])
 def test_model_too_large_for_one_device_runs_on_two(split_mode: str, stack: Stack) -> None:
-    """The plan has the parts of each device, the devices count the planned bytes, and its sequences are restored."""
+    """The plan has the parts of each device, the devices count the planned bytes, and `tensor` restores sequences."""
     tall = "tall" if split_mode == "layer" else "tall-by-tensor"
     planned = stack.ask("/memory/plan", {"model": tall}, direct=True)
     assert planned["result"] == "FREE", planned
@@ -85,7 +85,7 @@ def test_model_too_large_for_one_device_runs_on_two(split_mode: str, stack: Stac
     stack.ask(f"/models/{tall}/unload", {}, direct=True)
 
 
-def test_split_mode_without_support_is_refused_with_the_backend_and_what_to_do(stack: Stack) -> None:
+def test_unsupported_split_mode_is_refused_with_the_backend_and_the_remedy(stack: Stack) -> None:
     """Where one device suffices, the mode makes no difference."""
     why = (
         "several devices cannot share it: split_mode row needs split buffers, and the backend RPC of this llama.cpp "
@@ -104,8 +104,8 @@ def test_split_mode_without_support_is_refused_with_the_backend_and_what_to_do(s
     assert stack.ask("/memory/plan", {"model": "tall-by-row", "split_mode": "layer"}, direct=True)["result"] == "FREE"
 
 
-def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -> None:
-    """No device counts an allocation and no process remains; with the suggested setting it loads."""
+def test_refused_load_allocates_nothing_and_its_suggestion_fits(stack: Stack) -> None:
+    """No device counts an allocation and no process remains; with the suggested setting the model fits."""
     before = devices(stack)
     with pytest.raises(urllib.error.HTTPError) as refused:
         stack.ask("/v1/chat/completions", chat_body("hello", "taller"), direct=True)
@@ -128,7 +128,7 @@ def test_refused_load_allocates_nothing_and_its_suggestion_works(stack: Stack) -
 
 
 def test_divided_model_with_sliding_windows_is_kept_warm_and_restored_with_its_conversations(stack: Stack) -> None:
-    """Also after its worker ended: the sequences are in host memory. The text continues equally and is not computed."""
+    """Also after an unload: the sequences stay in host memory. The answer is the same; the prompt is not computed."""
     story = "The mill turns and the water runs. " * 30
     body = {"model": "window", "prompt": story, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -161,7 +161,7 @@ def test_divided_model_with_sliding_windows_is_kept_warm_and_restored_with_its_c
 
 
 async def test_operator_loads_and_unloads_in_the_dashboard(stack: Stack, tmp_path: Path) -> None:
-    """The forecast names what happens then, and the page sees the devices change."""
+    """The forecast says what each action would do, and the page shows the changed devices."""
     await asyncio.to_thread(stack.ask, "/models/tall/unload", {}, direct=True)
     token = stack.state.read_secret(INFERENCE_TOKEN)
     assert token is not None
@@ -199,6 +199,6 @@ async def test_operator_loads_and_unloads_in_the_dashboard(stack: Stack, tmp_pat
 
 
 def _resident(devices: dict[str, Any], device: str, model: str) -> dict[str, int]:
-    """What a model has on a device once it is loaded."""
+    """The bytes of a loaded model on a device; empty if it has none."""
     row = next(item["by_model"].get(model, {}) for item in devices["devices"] if item["id"] == device)
     return dict(row) if row.get("resident") else {}

@@ -52,7 +52,7 @@ def llama(stack: Stack) -> Iterator[ollama.Client]:
         yield llama
 
 
-def test_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_gets_answers_streams_and_stop_sequences(client: anthropic.Anthropic) -> None:
     fields: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "extra_body": {"temperature": 0}}
     whole = client.messages.create(max_tokens=12, **fields)
     assert whole.content[0].type == "text"
@@ -73,7 +73,7 @@ def test_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> No
     assert agents.stop_reason == "stop_sequence"
 
 
-def test_parallel_calls_and_their_results_work_on_a_demo_model(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_gets_tool_calls_and_sends_their_results(client: anthropic.Anthropic) -> None:
     first = client.messages.create(
         model="demo", max_tokens=200, messages=MESSAGES, tools=[BRING], tool_choice={"type": "tool", "name": "bring"}
     )
@@ -115,7 +115,7 @@ def test_ollama_client_chats_generates_and_streams(llama: ollama.Client) -> None
     assert llama.generate("demo").done_reason == "load"
 
 
-def test_ollama_client_gets_formats_and_tool_calls(llama: ollama.Client) -> None:
+def test_ollama_client_gets_formats_and_sends_tool_results(llama: ollama.Client) -> None:
     schema = {"type": "object", "properties": {"litres": {"enum": [1, 2]}}, "required": ["litres"]}
     shaped = llama.chat("demo", MESSAGES, format=schema, options={"temperature": 0})
     assert json.loads(shaped.message.content or "")["litres"] in (1, 2)

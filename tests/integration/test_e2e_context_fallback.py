@@ -30,7 +30,7 @@ def _body(words: int, **more: Any) -> dict[str, Any]:
     return chat_body("mill " * words, "narrow", **more)
 
 
-async def test_token_count_decides_before_any_attempt(tmp_path: Path) -> None:
+async def test_token_count_of_a_prompt_selects_the_candidate_before_any_attempt(tmp_path: Path) -> None:
     stack = Stack(tmp_path, models=MODELS, gateway=ROUTES)
 
     async def counted(words: int) -> int:
@@ -53,7 +53,7 @@ async def test_token_count_decides_before_any_attempt(tmp_path: Path) -> None:
             longest += 1
         fits = await counted(longest)
         assert await answered(longest + 1) == ("wide", await counted(longest + 1))
-        assert stack.model("narrow")["state"] == "cold", "the model is counted for without loading it"
+        assert stack.model("narrow")["state"] == "cold", "the prompt is counted without loading the model"
         assert await answered(longest, max_tokens=64 - fits) == ("narrow", fits)
         assert await answered(longest + 1) == ("wide", await counted(longest + 1)), "the same count when loaded"
         assert (await answered(longest, max_tokens=64 - fits + 1))[0] == "wide", "it has room for the whole answer"

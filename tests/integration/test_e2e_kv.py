@@ -49,7 +49,7 @@ def rows(stack: Stack) -> list[dict[str, Any]]:
     return list(stack.ask("/memory/kv/sequences", direct=True)["sequences"])
 
 
-def test_dropped_tokens_are_not_kept(cleared: Stack) -> None:
+def test_hint_to_drop_keeps_no_sequence(cleared: Stack) -> None:
     assert cached(cleared, TEXT, "drop") == 0
     assert rows(cleared) == []
     assert cached(cleared, TEXT) == 0

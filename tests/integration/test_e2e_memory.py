@@ -68,7 +68,9 @@ def test_refusals_have_numbers_and_five_open_the_breaker(tmp_path: Path) -> None
 
 
 def test_smaller_model_answers_for_one_that_does_not_fit(tmp_path: Path) -> None:
-    """By the shipped route without an attempt, and after a refusal. Headers and explain record name the model."""
+    """The shipped route makes no attempt at the larger model; the other route makes one. Headers and explain record
+    name the model that answered.
+    """
     shipped = (Path(__file__).parents[2] / "config" / "gateway.yaml").read_text(encoding="utf-8")
     star = next(line for line in shipped.splitlines() if line.startswith('  "*":'))
     routes = f"routes:\n{star}\n  demo: {{chain: [local/demo, local/smaller], fit_check: false}}\n"

@@ -56,7 +56,7 @@ def test_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
         assert (refused.code, json.load(refused)["error"]["code"]) == (400, "unsupported_parameter")
 
 
-def test_image_goes_to_a_cold_model_with_vision_only(stack: Stack) -> None:
+def test_image_is_accepted_by_a_cold_model_with_vision_and_refused_by_one_without(stack: Stack) -> None:
     """Capabilities are known before the load."""
     url = "data:image/png;base64," + base64.b64encode(tiny_projector.png()).decode()
     content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]

@@ -41,8 +41,8 @@ def _up(tmp_path: Path) -> Service:
     return Service(argv, env, tmp_path, port, "up")
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "everything by SIGTERM", "everything by SIGINT"])
-async def test_all_processes_end_with_the_supervisor(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGTERM", "SIGINT"])
+async def test_all_processes_end_with_the_supervisor(tmp_path: Path, signal_name: str) -> None:
     up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
     try:
         key = (tmp_path / "state" / "gateway.key").read_text().strip()
@@ -51,11 +51,11 @@ async def test_all_processes_end_with_the_supervisor(tmp_path: Path, victim: str
         await until("the address of the dashboard is printed", lambda: f"Dashboard:          {up.url}/ui/" in up.log)
         family = children_of(up.pid)
         assert len(family) >= 3
-        if victim == "supervisor":
+        if signal_name == "SIGKILL":
             up.signal(signal.SIGKILL)
             await until("all processes ended", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
         else:
-            up.signal(signal.SIGTERM if "SIGTERM" in victim else signal.SIGINT)
+            up.signal(signal.Signals[signal_name])
             assert await asyncio.to_thread(up.wait, 40) == 0
             assert not [pid for pid in family if is_alive(pid)]
             assert _sockets_left(tmp_path) == []

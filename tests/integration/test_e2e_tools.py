@@ -74,7 +74,7 @@ def test_forced_call_goes_to_a_tier_with_tools(client: openai.OpenAI) -> None:
     Bring.model_validate_json(call.function.arguments)
 
 
-def test_inference_service_streams_the_same_chunks(stack: Stack, client: openai.OpenAI) -> None:
+def test_inference_service_streams_the_same_chunks_as_the_gateway(stack: Stack, client: openai.OpenAI) -> None:
     """Apart from names, and from parts of arguments that the gateway joins."""
     token = stack.state.read_secret(INFERENCE_TOKEN)
     assert token is not None

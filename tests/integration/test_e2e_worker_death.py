@@ -1,4 +1,4 @@
-"""SIGKILL of a worker, idle or busy: the next request succeeds, the running one is answered elsewhere."""
+"""SIGKILL of a busy worker: its request is answered by another model or ends in an error; the next one succeeds."""
 
 from __future__ import annotations
 

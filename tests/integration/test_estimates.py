@@ -57,7 +57,7 @@ async def test_estimated_bytes_of_a_pool_equal_allocated_bytes(
 async def test_experts_in_host_memory_are_booked_there(
     experts: str | int, gpu_layers: int, counts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The weights and the cache of each device are exactly the predicted ones, and no others moved."""
+    """The weights of these experts move from the first device to the host; no cache moves."""
     form = Form("moe", heads_kv=8)
     case = Case(form, 4096, 2, "f16", gpu_layers, counts, experts=experts)
     async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
@@ -72,8 +72,8 @@ async def test_experts_in_host_memory_are_booked_there(
 
 
 async def test_devices_that_share_each_tensor_have_the_estimated_bytes(tmp_path: Path) -> None:
-    """Weights and caches are divided by attention heads: sliding windows, layers and experts on the host.
-    The estimate on one device has the reason why llama.cpp does not divide an architecture.
+    """Also with sliding windows, and with layers and experts on the host. If llama.cpp does not divide an architecture,
+    the estimate has the reason.
     """
     cases = [
         Case(Form("window", heads_kv=8), 4096, 2, "q8_0", -1, (5, 2), split_mode="tensor"),
@@ -136,7 +136,7 @@ async def test_host_memory_for_checkpoints_is_reserved(family: str, kv_cells: in
     assert (reserved > 0) == (family != "dense")
 
 
-async def test_estimate_applies_to_every_device_of_one_model(tmp_path: Path) -> None:
+async def test_estimate_of_one_device_applies_to_an_equal_device(tmp_path: Path) -> None:
     """The second device needs no helper; the estimate of the first one applies."""
     case = Case(Form("gqa"), 4096, gpu_layers=-1)
     async with EstimateRig(tmp_path, [100 * MIB] * 2) as rig:

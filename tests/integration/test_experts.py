@@ -60,7 +60,7 @@ def used(stack: Stack) -> dict[str, int]:
 
 
 def test_experts_that_do_not_fit_are_in_host_memory_and_answers_are_the_same(stack: Stack) -> None:
-    """The device counts exactly the planned bytes; the plan names the change and its speed."""
+    """The device counts the planned bytes within 256 KiB; the plan names the change and its speed."""
     plan = planned(stack, "apart")
     count = plan["changes"]["experts"]
     assert plan["result"] == "FREE"
@@ -80,7 +80,7 @@ def test_experts_that_do_not_fit_are_in_host_memory_and_answers_are_the_same(sta
     assert expected["read_bytes"]["cpu"] == count * EXPERTS_OF_A_LAYER * 2 // EXPERTS
 
 
-def test_without_auto_the_model_is_refused_with_a_suggestion(stack: Stack) -> None:
+def test_model_without_automatic_experts_is_refused_with_a_suggestion(stack: Stack) -> None:
     refused = planned(stack, "plain")
     assert refused["result"] == "CANT_ACCOMMODATE"
     assert refused["changes"] == {}

@@ -28,7 +28,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 
 async def test_whole_answer_ends_at_the_clients_timeout(gateway: Gateway, fake: FakeInference) -> None:
-    """The answer made progress, so this is no failure. A streaming client has its first tokens."""
+    """The answer made progress, so this is no failure. A stream is not cut: its client has the first tokens."""
     fake.answers["demo"] = Answer(words=("word ",) * 60, pause=0.02)
     headers = {"x-stainless-read-timeout": "0.5"}
     late = await gateway.chat(headers=headers)
@@ -49,7 +49,7 @@ async def test_whole_answer_ends_at_the_clients_timeout(gateway: Gateway, fake: 
         ({"x-stainless-timeout": "1", "x-stainless-read-timeout": "600"}, False),
     ],
 )
-async def test_single_timeout_header_counts(
+async def test_timeout_header_is_used_without_a_read_timeout(
     gateway: Gateway, fake: FakeInference, headers: dict[str, str], is_bounded: bool
 ) -> None:
     """JavaScript clients send whole seconds. A read timeout takes precedence."""
@@ -57,7 +57,9 @@ async def test_single_timeout_header_counts(
     assert (int(fake.seen[0].headers[H_DEADLINE]) < 1000) is is_bounded
 
 
-async def test_spent_attempts_set_should_retry_false(gateway: Gateway, fake: FakeInference) -> None:
+async def test_request_without_attempts_left_is_answered_with_x_should_retry_false(
+    gateway: Gateway, fake: FakeInference
+) -> None:
     fake.answers["demo"] = Answer(status=500)
     refused = await gateway.chat()
     assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "false")

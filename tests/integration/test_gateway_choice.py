@@ -128,7 +128,7 @@ async def test_prompt_of_very_short_tokens_is_rejected_by_the_model_and_sent_to_
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (400, "1"), "no other context is larger"
 
 
-async def test_answer_that_may_need_more_room_goes_to_the_larger_context_first(
+async def test_request_whose_answer_may_not_fit_goes_to_the_larger_context_first(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     _set_status(fake, "demo", context_length=1000)
@@ -245,7 +245,7 @@ async def test_local_only_request_gets_the_remaining_retry_after(
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "31"), "the rest of the load, and the queue"
     fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING, retry_after=50.0)
     answer = await _ask(cloudy, "x", **request_fields)
-    assert answer.headers["retry-after"] == "50", "the service's own word is newer"
+    assert answer.headers["retry-after"] == "50", "the value of the service is newer"
     assert answer.headers["x-headgate-tier"] == "none"
 
 
@@ -298,7 +298,9 @@ async def test_queue_longer_than_the_clients_timeout_defers_the_candidate(cloudy
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
 
 
-async def test_burst_counts_its_own_outstanding_requests(cloudy: Gateway, fake: FakeInference) -> None:
+async def test_predicted_wait_includes_requests_that_the_gateway_has_just_sent(
+    cloudy: Gateway, fake: FakeInference
+) -> None:
     """The service reports its queue every two seconds; newer requests are counted by the gateway."""
     gate = asyncio.Event()
     _set_status(fake, "demo", parallel=1, load_seconds=0.0, queue_seconds=0.0, answer_seconds=9.0)

@@ -145,10 +145,10 @@ async def test_field_that_a_cloud_does_not_support_skips_it_without_an_attempt(
     assert len(cloud.records) == 1
 
 
-async def test_sampling_option_that_a_reasoning_model_refuses_is_dropped_or_skips_the_model(
+async def test_option_that_a_reasoning_model_refuses_is_removed_or_the_model_is_skipped(
     gateway: Gateway, cloud: FakeProvider
 ) -> None:
-    """Sampling options are dropped; options that change the answer remove the model from the chain."""
+    """Sampling options are removed from the request; an option that changes the answer drops the model."""
     tuned = await gateway.chat("thinks", temperature=0, top_p=0.5, presence_penalty=0, logprobs=False)
     assert (tuned.status_code, tuned.headers["x-headgate-model"]) == (200, "itself/gpt-5-mini"), tuned.text
     assert {"temperature", "top_p", "presence_penalty", "logprobs"}.isdisjoint(cloud.records[0].body)
@@ -173,12 +173,12 @@ async def test_cloud_is_skipped_for_more_stop_strings_than_it_supports(gateway: 
     assert len(cloud.records) == 1
 
 
-async def test_prompt_too_long_for_the_only_tier_is_a_client_error(gateway: Gateway) -> None:
+async def test_prompt_too_long_for_a_cloud_is_a_client_error(gateway: Gateway) -> None:
     answer = await gateway.chat("context")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_whole_answers_are_asked_whole_where_the_route_says_so(gateway: Gateway, cloud: FakeProvider) -> None:
+async def test_route_can_request_whole_answers_without_a_stream(gateway: Gateway, cloud: FakeProvider) -> None:
     answer = await gateway.chat("whole")
     assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
     assert answer.json()["choices"][0]["message"]["content"].endswith("Hello!")
@@ -193,7 +193,7 @@ async def test_whole_answers_are_asked_whole_where_the_route_says_so(gateway: Ga
     assert (await gateway.chat("whole-busy")).headers["x-headgate-model"] == "anthropic/claude"
 
 
-async def test_silent_provider_that_is_asked_whole_is_left_when_the_time_is_over(gateway: Gateway) -> None:
+async def test_request_for_a_whole_answer_without_a_stream_ends_at_its_deadline(gateway: Gateway) -> None:
     gateway.write((gateway.root / "gateway.yaml").read_text() + "deadlines: {total: 1s, connect: 1s}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
     answer = await gateway.chat("whole-silent")

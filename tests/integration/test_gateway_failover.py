@@ -216,7 +216,9 @@ async def test_503_names_every_candidate_and_the_retry_after(gateway: Gateway, f
     assert (await gateway.chat()).headers["retry-after"] == "7"
 
 
-async def test_full_queue_is_skipped_until_its_retry_after(gateway: Gateway, fake: FakeInference) -> None:
+async def test_candidate_with_a_full_queue_is_skipped_during_its_retry_after(
+    gateway: Gateway, fake: FakeInference
+) -> None:
     fake.queue["demo"] = [Answer(refuse=Code.QUEUE_FULL, retry_after=1, full_for=("normal",))]
     assert (await gateway.chat()).json()["model"] == "demo-mini"
     answer = await gateway.chat()
@@ -224,7 +226,7 @@ async def test_full_queue_is_skipped_until_its_retry_after(gateway: Gateway, fak
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 
 
-async def test_length_of_a_whole_answer_is_limited(tmp_path: Path, fake: FakeInference) -> None:
+async def test_embedding_request_ends_at_its_deadline_without_a_failure(tmp_path: Path, fake: FakeInference) -> None:
     fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
     fake.answers["embed"] = Answer(hold=asyncio.Event())
     config = CONFIG + "deadlines: {connect: 100ms, total: 300ms}\n"
@@ -279,7 +281,7 @@ async def test_dead_service_opens_the_breaker_and_a_probe_closes_it(gateway: Gat
     answers = [await gateway.chat() for _ in range(4)]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].headers["x-headgate-attempts"] == "2"
-    assert answers[-1].headers["x-headgate-attempts"] == "0", "probes may have come before the third"
+    assert answers[-1].headers["x-headgate-attempts"] == "0", "open after three failures, or earlier because of probes"
     assert answers[-1].headers["retry-after"] == "1"
     await fake.start()
     async with asyncio.timeout(10.0):
@@ -447,7 +449,9 @@ async def test_open_breakers_are_restored_before_the_first_contact_with_the_serv
     assert contacts[0] == {"local/demo": BreakerState.OPEN}
 
 
-async def test_readiness_waits_a_limited_time_for_the_inference_service(tmp_path: Path, fake: FakeInference) -> None:
+async def test_gateway_is_not_ready_before_it_has_reached_the_inference_service(
+    tmp_path: Path, fake: FakeInference
+) -> None:
     await fake.stop()
     async with Gateway(tmp_path, fake.url) as gateway:
         await until("the service is unreachable", lambda: gateway.runtime.view.reachable is False)
@@ -586,7 +590,7 @@ deadlines: {{connect: 200ms, first_token: 3s, total: 8s}}
     ]
 
 
-# --- clients that leave -----------------------------------------------------------------------------------------------
+# --- client disconnects -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "answer",
@@ -659,7 +663,7 @@ async def test_cancelled_probe_releases_its_permit(patient: Gateway, fake: FakeI
     await until("the permit is free", answers)
 
 
-# --- the door ---------------------------------------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------------------------------
 async def test_requests_beyond_the_limits_wait_and_are_then_rejected(tmp_path: Path, fake: FakeInference) -> None:
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)

@@ -57,7 +57,7 @@ async def test_local_answer_has_a_header_with_its_device(gateway: Gateway, fake:
     assert "x-headgate-device" not in (await gateway.chat()).headers
 
 
-async def test_every_response_carries_the_headers(gateway: Gateway, fake: FakeInference) -> None:
+async def test_every_response_has_the_headers_of_the_gateway(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST)
     client = gateway.client
     answers = [
@@ -153,7 +153,7 @@ async def test_only_loopback_host_names_are_served_on_loopback(gateway: Gateway,
         (json.dumps({"model": "demo", "messages": MESSAGES, "n": 0}).encode(), 400, "n"),
         (b"[" * 200_000, 400, None),
     ],
-    ids=["empty", "broken", "no text", "NaN", "missing", "no messages", "unknown model", "range", "nesting"],
+    ids=["empty", "broken", "not UTF-8", "NaN", "missing", "no messages", "unknown model", "range", "nesting"],
 )
 async def test_invalid_input_is_a_4xx_with_the_parameter(
     gateway: Gateway, fake: FakeInference, body: bytes, status: int, param: str | None
@@ -233,8 +233,7 @@ async def test_chunked_body_is_accepted_and_the_last_of_duplicate_keys_counts(
     assert fake.seen[0].body["temperature"] == 1
 
 
-async def test_duplicate_json_keys_are_sent_once(gateway: Gateway, fake: FakeInference) -> None:
-    """A repeated name is written once."""
+async def test_last_of_two_model_fields_is_the_model_of_the_request(gateway: Gateway, fake: FakeInference) -> None:
     raw = b'{"model": "demo-mini", "model": "demo", "messages": [{"role": "user", "content": "a"}]}'
     assert (await gateway.client.post("/v1/chat/completions", content=raw)).status_code == 200
     assert [seen.model for seen in fake.seen] == ["demo"]
@@ -300,7 +299,9 @@ async def test_body_has_a_total_and_an_idle_timeout() -> None:
             await read_body(receive, {}, 10_000, silence_seconds=0.1, total_seconds=0.3)
 
 
-async def test_client_disconnect_during_the_body_frees_its_memory(gateway: Gateway, fake: FakeInference) -> None:
+async def test_client_disconnect_during_the_body_is_counted_and_sends_nothing(
+    gateway: Gateway, fake: FakeInference
+) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     key = KEY.encode()
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: " + key)
@@ -316,7 +317,7 @@ async def test_client_disconnect_during_the_body_frees_its_memory(gateway: Gatew
 
 
 # --- models and policy ------------------------------------------------------------------------------------------------
-async def test_models_lists_routes_and_local_models(gateway: Gateway, fake: FakeInference) -> None:
+async def test_list_of_models_has_routes_and_local_models(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["org/big"] = ModelStatus(id="org/big", state=ModelState.COLD, aliases=("big",), context_length=8192)
     await gateway.look()
     listed = (await gateway.client.get("/v1/models")).json()

@@ -107,7 +107,7 @@ def _images(fake: FakeInference) -> list[str]:
     return [part["image_url"]["url"] for part in fake.seen[-1].body["messages"][0]["content"][1:]]
 
 
-async def test_image_is_fetched_once_and_sent_to_the_tier(
+async def test_image_is_fetched_without_headers_of_the_client_and_sent_to_the_tier(
     gateway: Gateway, fake: FakeInference, image_server: ImageServer
 ) -> None:
     urls = (image_server.url("picture?x=%20a&y=%26"), "data:image/png;base64,AA==", image_server.url("picture"))
@@ -162,7 +162,9 @@ async def test_server_without_a_valid_certificate_is_refused(gateway: Gateway, i
     assert image_server.met == []
 
 
-async def test_total_size_of_images_is_limited_and_reloadable(gateway: Gateway, image_server: ImageServer) -> None:
+async def test_limit_of_the_total_size_of_images_is_changed_by_a_reload(
+    gateway: Gateway, image_server: ImageServer
+) -> None:
     gateway.write(f"{CONFIG}\nimages: {{hosts: ['*:{image_server.port}']}}\n")
     answer = await gateway.admin("POST", "/admin/reload")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")

@@ -95,7 +95,7 @@ async def test_answer_is_charged_by_its_usage(tmp_path: Path, fake: FakeInferenc
         assert _used(gateway) > 0, "3 of the prompt and 3 of the answer, less the tokens that were refilled"
 
 
-async def test_whole_answers_are_charged_by_their_usage(tmp_path: Path, fake: FakeInference) -> None:
+async def test_embeddings_are_charged_by_their_usage(tmp_path: Path, fake: FakeInference) -> None:
     async with Gateway(tmp_path, fake.url, _config("tokens_per_minute: 60")) as gateway:
         fake.models["vectors"] = ModelStatus(id="vectors", state=ModelState.READY, capabilities=("embeddings",))
         await gateway.look()
@@ -135,10 +135,10 @@ async def test_failed_request_costs_no_tokens(tmp_path: Path, fake: FakeInferenc
         assert _used(gateway) == 0
 
 
-async def test_request_beyond_the_token_limit_is_refused_and_the_sdk_retries_in_time(
+async def test_request_beyond_the_token_limit_is_refused_with_the_remaining_time(
     tmp_path: Path, fake: FakeInference
 ) -> None:
-    """Two tokens are held for the first answer; the client retries after the given time and gets its answer."""
+    """The official client raises its exception for rate limits."""
     async with Gateway(tmp_path, fake.url, _config("tokens_per_minute: 60")) as gateway:
         fake.answers["demo"] = Answer(words=("x",) * 58)
         assert (await gateway.chat(headers=AS_TEAM, max_tokens=1)).status_code == 200

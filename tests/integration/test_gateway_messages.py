@@ -139,7 +139,9 @@ async def test_headers_have_the_model_and_one_request_id(client: AsyncAnthropic)
         assert stream.request_id == stream.response.headers["x-request-id"]
 
 
-async def test_beta_calls_work(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_beta_fields_are_accepted_and_not_sent_to_a_local_model(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
     got = await client.beta.messages.create(
         model="demo",
         max_tokens=5,
@@ -151,7 +153,9 @@ async def test_beta_calls_work(client: AsyncAnthropic, local: FakeInference) -> 
     assert set(local.seen[-1].body) == {"model", "max_tokens", "messages", "stream", "stream_options"}
 
 
-async def test_progress_comments_become_pings(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_client_reads_a_stream_that_begins_with_progress_comments(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
     local.answers["demo"] = Answer(comments=2)
     events = [event.type async for event in await client.messages.create(
         model="demo", max_tokens=5, messages=MESSAGES, stream=True
@@ -176,7 +180,7 @@ AGENT: dict[str, Any] = {
 
 
 def results_of(mill: str, dark: str) -> Any:
-    """The turn that answers two calls: the second first, the other with an image."""
+    """The results of two tool calls: first the error of `dark`, then a text and an image for `mill`."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
     return {
         "role": "user",
@@ -368,7 +372,7 @@ async def test_prefill_is_continued_by_tiers_that_support_it(
             await client.messages.create(model=model, max_tokens=5, messages=begun)
 
 
-# --- Anthropic behind -------------------------------------------------------------------------------------------------
+# --- Anthropic as provider --------------------------------------------------------------------------------------------
 async def test_thinking_of_anthropic_is_returned_unchanged(client: AsyncAnthropic, cloud: FakeProvider) -> None:
     cloud.answers.set(
         CloudAnswer(text="I look.", reasoning="Hm. Yes.", tools=(ToolUse("look", {"at": "a"}),), stop="tool_calls")
@@ -437,7 +441,9 @@ async def test_anthropic_counts_tokens_for_its_own_models_only(client: AsyncAnth
         )
 
 
-async def test_local_token_count_uses_the_same_request(client: AsyncAnthropic, local: FakeInference) -> None:
+async def test_local_token_count_has_the_fields_of_the_generation_request(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
     local.counts["demo"] = 42
     counted = await client.messages.count_tokens(model="demo", messages=MESSAGES, system="You mill.", tools=[LOOK])
     assert counted.input_tokens == 42

@@ -62,7 +62,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield Fleet(gateway, a, b)
 
 
-async def test_requests_are_spread_and_say_which_node_answered(fleet: Fleet) -> None:
+async def test_requests_are_spread_over_nodes_and_answers_name_their_node(fleet: Fleet) -> None:
     answers = await asyncio.gather(*(fleet.ask() for _ in range(30)))
     assert {node for node, _ in answers} == {"a", "b"}
     record = list(fleet.gateway.runtime.records)[-1].to_json()
@@ -72,7 +72,7 @@ async def test_requests_are_spread_and_say_which_node_answered(fleet: Fleet) -> 
     assert (names["local@a/demo"]["provider"], names["local@a/demo"]["node"]) == ("local", "a")
 
 
-async def test_model_on_one_node_is_asked_there(fleet: Fleet) -> None:
+async def test_request_for_a_model_on_one_node_goes_to_that_node(fleet: Fleet) -> None:
     status = ModelStatus(id="only", state=ModelState.READY, context_length=64, capabilities=("chat",))
     fleet.nodes["b"].models["only"] = status
     await fleet.gateway.look()
@@ -111,7 +111,7 @@ async def _answers(fleet: Fleet, node: str) -> bool:
     return (await fleet.ask())[0] == node
 
 
-async def test_all_nodes_failing_names_each(fleet: Fleet) -> None:
+async def test_error_names_each_node_that_failed(fleet: Fleet) -> None:
     for service in fleet.nodes.values():
         service.answers["demo"] = Answer(refuse=Code.MODEL_FAILED, message="no worker")
     answer = await fleet.gateway.chat()
@@ -146,8 +146,8 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_probes")
-async def test_silent_stream_of_a_node_that_probes_find_down_goes_on_at_another_node(fleet: Fleet) -> None:
-    """As after a SIGSTOP. `deadlines.inter_token` is not awaited. A stream that is only slow continues at its node."""
+async def test_silent_stream_of_a_node_found_down_by_probes_is_resumed_at_another_node(fleet: Fleet) -> None:
+    """As after a SIGSTOP. Before `deadlines.inter_token` has passed. A stream that is only slow stays at its node."""
     gateway, words = fleet.gateway, tuple(f" w{number}" for number in range(12))
     gateway.write(CONFIG.format(a=fleet.nodes["a"].url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
@@ -180,10 +180,10 @@ async def test_silent_stream_of_a_node_that_probes_find_down_goes_on_at_another_
 
 
 @pytest.mark.usefixtures("quick_probes")
-async def test_silent_stream_of_the_only_node_with_the_model_is_awaited_although_probes_find_it_down(
+async def test_silent_stream_continues_if_no_other_node_has_the_model(
     fleet: Fleet,
 ) -> None:
-    """Nothing else could answer, and the node may continue, as after a pause of its machine."""
+    """Probes find the node down, but it may continue, as after a pause of its machine."""
     gateway, service = fleet.gateway, fleet.nodes["a"]
     gateway.write(CONFIG.format(a=service.url, b=fleet.nodes["b"].url) + "breaker: {failures: 2}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
@@ -200,7 +200,7 @@ async def test_silent_stream_of_the_only_node_with_the_model_is_awaited_although
     assert [attempt.node for attempt in list(gateway.runtime.records)[-1].attempts] == ["a"]
 
 
-async def test_reload_replaces_nodes_without_losing_a_request(fleet: Fleet) -> None:
+async def test_reload_replaces_nodes(fleet: Fleet) -> None:
     gateway = fleet.gateway
     gateway.write(CONFIG.format(a=fleet.nodes["a"].url, b=fleet.nodes["a"].url))
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
@@ -244,7 +244,7 @@ async def test_cold_model_is_loaded_where_the_plan_is_cheapest(fleet: Fleet) -> 
     assert (await fleet.ask("demo-mini"))[0] in ("a", "b"), "the refusal of the node has the numbers"
 
 
-async def test_node_that_refuses_a_load_is_followed_by_the_next_plan(fleet: Fleet) -> None:
+async def test_request_goes_to_the_node_with_the_next_plan_if_a_node_refuses_the_load(fleet: Fleet) -> None:
     for service in fleet.nodes.values():
         service.models = {one: replace(status, state=ModelState.COLD) for one, status in service.models.items()}
     fleet.nodes["a"].answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED)
@@ -255,7 +255,7 @@ async def test_node_that_refuses_a_load_is_followed_by_the_next_plan(fleet: Flee
     assert [one.node for one in list(fleet.gateway.runtime.records)[-1].attempts] == ["a", "b"]
 
 
-async def test_request_that_breaks_two_nodes_is_not_sent_to_a_third(tmp_path: Path) -> None:
+async def test_request_whose_model_fails_at_two_nodes_is_not_sent_to_a_third(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         services = [await stack.enter_async_context(FakeInference("token")) for _ in range(3)]
         for service in services:
@@ -283,7 +283,7 @@ async def test_request_whose_connections_close_at_two_nodes_is_sent_to_a_third(t
         assert len([one for one in sound.seen if one.path.endswith("/chat/completions")]) == 4
 
 
-async def test_answer_of_a_removed_node_ends_there(fleet: Fleet) -> None:
+async def test_running_request_finishes_at_a_node_that_a_reload_removed(fleet: Fleet) -> None:
     gateway, hold = fleet.gateway, asyncio.Event()
     for service in fleet.nodes.values():
         service.answers["demo"] = Answer(hold=hold)
@@ -339,7 +339,7 @@ async def test_embeddings_and_token_counts_use_the_nodes(fleet: Fleet) -> None:
     assert (counted.status_code, counted.json()) == (200, {"input_tokens": 7})
 
 
-async def test_healed_node_gets_a_request_although_another_has_the_prompt(fleet: Fleet) -> None:
+async def test_recovered_node_gets_a_request_although_another_has_computed_its_prompt(fleet: Fleet) -> None:
     runtime, messages = fleet.gateway.runtime, [{"role": "user", "content": "a long text " * 1000}]
     await fleet.ask(messages=messages)
     first, _ = await fleet.ask(messages=messages)

@@ -96,7 +96,7 @@ async def test_same_model_resumes_as_one_answer(gateway: Gateway, fake: FakeInfe
     assert [attempt["outcome"] == "success" for attempt in record["attempts"]] == [False, True]
 
 
-async def test_completion_is_resumed(gateway: Gateway, fake: FakeInference) -> None:
+async def test_text_completion_is_resumed(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     body = {"model": "demo", "prompt": "Count.", "stream": True}
     got = await gateway.client.post("/v1/completions", json=body)
@@ -144,7 +144,7 @@ async def test_another_local_model_resumes_when_the_same_one_cannot(gateway: Gat
     ],
     ids=["json", "n", "logprobs", "tools", "continued"],
 )
-async def test_broken_answer_with_a_format_is_not_resumed(
+async def test_broken_answer_of_a_request_that_excludes_a_resume_ends_in_an_error_frame(
     gateway: Gateway, fake: FakeInference, more: dict[str, Any]
 ) -> None:
     fake.models["demo"] = replace(fake.models["demo"], capabilities=())
@@ -178,7 +178,7 @@ async def test_answer_that_cannot_be_resumed_ends_in_an_error_frame(gateway: Gat
     assert resumed(gateway) == {"failed": 1}
 
 
-async def test_model_without_the_capabilities_does_not_resume(gateway: Gateway, fake: FakeInference) -> None:
+async def test_model_without_the_needed_capabilities_does_not_resume(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["demo-mini"] = replace(fake.models["demo-mini"], capabilities=("completions",))
     await gateway.look()
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
@@ -196,7 +196,7 @@ async def test_resume_waits_for_the_same_model_with_a_short_retry_after(gateway:
     assert [seen.model for seen in fake.seen] == ["demo"] * 3
 
 
-async def test_break_after_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
+async def test_stream_that_breaks_after_its_finish_reason_is_complete(gateway: Gateway, fake: FakeInference) -> None:
     """The client has the whole answer."""
     whole = (await gateway.chat(stream=True)).text
     fake.answers["demo"] = Answer(raw=whole.replace("data: [DONE]", "data: oops").encode())
@@ -255,7 +255,7 @@ async def breaks_in(gateway: Gateway, got: httpx2.Response) -> list[dict[str, An
     return found
 
 
-async def test_record_has_the_reason_against_a_resume(gateway: Gateway, fake: FakeInference) -> None:
+async def test_record_has_the_reason_why_an_answer_was_not_resumed(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = BREAKS["error frame"]
     (shaped,) = await breaks_of(gateway, stream=True, n=2)
     assert shaped == {
@@ -264,7 +264,7 @@ async def test_record_has_the_reason_against_a_resume(gateway: Gateway, fake: Fa
 
 
 async def test_record_has_the_candidates_that_did_not_resume(gateway: Gateway, fake: FakeInference) -> None:
-    """Candidates without the facts or behind an open breaker; tried candidates are among the attempts."""
+    """Candidates behind an open breaker; tried candidates are among the attempts."""
     fake.queue["demo"] = [BREAKS["error frame"], Answer(refuse=Code.MODEL_FAILED)]
     open_breaker(gateway.runtime.breakers, "local", "demo-mini", 60.0)
     (broke,) = await breaks_of(gateway, stream=True)

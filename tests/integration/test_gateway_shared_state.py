@@ -30,7 +30,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def two(self, config: str = CONFIG) -> AsyncIterator[tuple[Gateway, Gateway]]:
-        """Two of them."""
+        """Two gateways that know each other."""
         config = f"{config}\nstate: {self._server.url}\n"
         for name in ("one", "two"):
             (self._root / name).mkdir()
@@ -127,7 +127,7 @@ async def test_conversation_continues_at_the_other_gateway(
             server.start()
 
 
-async def test_limits_and_budgets_hold_over_both_gateways(fleet: Fleet) -> None:
+async def test_request_limit_of_a_key_holds_over_both_gateways(fleet: Fleet) -> None:
     digest = hashlib.sha256(b"key-of-a-team").hexdigest()
     key = f"{{name: team, hash: 'sha256:{digest}', limits: {{requests_per_minute: 3}}}}"
     team = {"authorization": "Bearer key-of-a-team"}
@@ -170,7 +170,7 @@ async def test_store_that_is_killed_twice_under_load_fails_no_request(fleet: Fle
         await until("every request has ended", lambda: server.command("ZCARD", running_key("team")) == b":0\r\n")
 
 
-async def test_only_one_gateway_sends_a_recovery_probe(fleet: Fleet) -> None:
+async def test_gateway_does_not_probe_while_another_has_the_claim(fleet: Fleet) -> None:
     async with fleet.two() as (one, two):
         (first,), (second,) = (gateway.runtime.fleet.nodes.values() for gateway in (one, two))
         claim = await one.runtime.breakers.claims.claim([("local", "")])

@@ -83,7 +83,7 @@ async def test_largest_other_model_answers_and_is_named(gateway: Gateway, fake: 
     assert record["answered_by"] == "local/mid"
 
 
-async def test_choice_follows_the_state_when_its_turn_comes(gateway: Gateway, fake: FakeInference) -> None:
+async def test_smaller_model_is_chosen_by_the_state_when_its_turn_comes(gateway: Gateway, fake: FakeInference) -> None:
     """The first model refuses late; meanwhile another one no longer fits. No event is needed."""
     fake.answers["big"] = Answer(comments=1, pause=0.8, words=(), error=Code.MEMORY_LIMIT_EXCEEDED)
     asking = asyncio.create_task(gateway.chat("big"))
@@ -112,7 +112,9 @@ async def test_models_that_cannot_answer_now_are_left_out(
     assert (await gateway.chat("big")).headers["x-headgate-model"] == f"local/{chosen}"
 
 
-async def test_needed_capabilities_and_open_breakers_count(gateway: Gateway, fake: FakeInference) -> None:
+async def test_smaller_model_has_the_needed_capabilities_and_no_open_breaker(
+    gateway: Gateway, fake: FakeInference
+) -> None:
     await change(gateway, fake, "big", capabilities=(*CHAT, "tools"))
     answer = await gateway.chat("big", tools=TOOLS)
     assert answer.headers["x-headgate-model"] == "local/tools"
@@ -145,7 +147,7 @@ async def test_models_that_the_chain_names_have_their_own_turn(gateway: Gateway,
     assert [attempt["name"] for attempt in record["attempts"]] == ["local/big", "local/tiny", "local/mid"]
 
 
-async def test_chain_goes_on_without_a_choice(gateway: Gateway, fake: FakeInference) -> None:
+async def test_chain_continues_if_no_smaller_model_can_answer(gateway: Gateway, fake: FakeInference) -> None:
     for name in ("mid", "tiny", "tools", "new"):
         await change(gateway, fake, name, fits=False, reason=f"{name} lacks memory")
     answer = await gateway.chat("cloudy")
@@ -168,8 +170,7 @@ async def test_embeddings_and_unknown_names_have_no_smaller_model(gateway: Gatew
     assert "did you mean 'big'?" in unknown.json()["error"]["message"]
 
 
-async def test_first_model_without_alternatives_is_the_last_candidate(gateway: Gateway, fake: FakeInference) -> None:
-    """Its progress comments are forwarded, as without the rule, and its refusal is the client's."""
+async def test_only_chat_model_has_no_smaller_model(gateway: Gateway, fake: FakeInference) -> None:
     fake.models = {"big": fake.models["big"], "embed": fake.models["embed"]}
     await gateway.look()
     answer = await gateway.chat("big")

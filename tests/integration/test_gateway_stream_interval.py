@@ -50,7 +50,7 @@ async def test_answers_of_keys_with_a_token_limit_are_sent_token_by_token(
     assert fake.seen[-1].headers.get(H_STREAM_INTERVAL) == (interval and "250")
 
 
-async def test_stream_interval_is_not_counted_as_silence(tmp_path: Path, fake: FakeInference) -> None:
+async def test_stream_interval_is_limited_by_the_allowed_silence(tmp_path: Path, fake: FakeInference) -> None:
     config = f"{CONFIG}\nstream_interval: 1s\ndeadlines: {{inter_token: 200ms}}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
         for stream in (True, False):

@@ -99,7 +99,7 @@ async def test_redirect_is_a_failure_and_is_not_followed(make: Callable[[str], P
     "environ",
     [{}, {"SSL_CERT_FILE": ""}, {"PYTHONHTTPSVERIFY": "0", "REQUESTS_CA_BUNDLE": "", "CURL_CA_BUNDLE": ""},
      {"NODE_TLS_REJECT_UNAUTHORIZED": "0", "SSL_VERIFY": "false"}],
-    ids=["as it is", "no file", "no verification", "other text"],
+    ids=["no variable", "empty file name", "variables of Python", "variables of Node.js"],
 )  # fmt: skip
 async def test_server_without_a_valid_certificate_gets_no_request(
     make: Callable[[str], Provider], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -162,7 +162,7 @@ async def test_proxy_of_the_environment_is_used_for_clouds_only(
     assert met == ["cloud.example"] * 3
 
 
-async def test_cloud_whose_proxy_is_not_one_for_http_is_left_out(
+async def test_cloud_behind_a_proxy_that_is_not_an_http_proxy_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It must not be asked without the proxy."""
@@ -231,7 +231,7 @@ FOREIGN = (
 )  # fmt: skip
 
 
-async def test_loopback_host_is_accepted_in_every_form(tmp_path: Path) -> None:
+async def test_loopback_host_is_accepted_in_every_form_and_other_hosts_are_refused(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
         for host in (*SERVED, *FOREIGN):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))

@@ -1,4 +1,4 @@
-"""Whole answers are sent in one write: kept connections, closed ones, pipelined requests."""
+"""Whole answers on kept and closed connections, and to pipelined requests."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ async def loses(
 
 
 async def test_models_of_a_lost_device_become_cold_at_once_without_affecting_others(start: Start) -> None:
-    """In flight and queued alike fail with the device's name; the books are empty before any process has ended."""
+    """A waiting request fails with the device's name; no bytes are booked before any process has ended."""
     gpus = UnhealthyDevices()
     models = {"a": {"gpu_index": 0}, "b": {"gpu_index": 0}, "c": {"gpu_index": 1}}
     service = await start(models, gpus, {"b": 30.0})
@@ -207,7 +207,7 @@ async def test_operator_gets_the_result_of_a_trial(start: Start) -> None:
             await authority.recover(name)
 
 
-async def test_device_that_only_a_new_process_can_use_restarts_the_service(start: Start) -> None:
+async def test_device_that_new_processes_cannot_reach_requires_a_restart_of_the_service(start: Start) -> None:
     gpus = UnhealthyDevices(1)
     service = await start({"a": {}}, gpus)
     gpus.failures["gpu-0"] = "no CUDA-capable device is detected"

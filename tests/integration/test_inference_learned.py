@@ -1,4 +1,4 @@
-"""What a load teaches: what a worker takes beyond its buffers, and how long it takes, decide about the next ones."""
+"""The overhead beyond the buffers and the duration of a load are used in later decisions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def test_next_estimate_includes_the_learned_overhead(tmp_path: Path) -> No
     await estimator.close()
 
 
-async def test_model_that_loaded_slower_is_kept(start: Start) -> None:
-    """Although it was used longer ago: the worth of a warm model depends on the seconds that it saves."""
+async def test_model_that_loads_slower_stays_loaded(start: Start) -> None:
+    """Although it was used longer ago: the model that loads faster becomes warm instead."""
     service = await start({"slow": {}, "quick": {}, "new": {}}, {"slow": {"load_seconds": 1.0}}, MEMORY_LIMIT_GB="0.25")
     authority = service.authority
     slow, quick, new = (authority.resolve(name) for name in ("slow", "quick", "new"))

@@ -186,7 +186,7 @@ async def test_evict_command_returns_the_released_memory(start: Start) -> None:
     assert service.authority.resolve("b").running is not None
 
 
-async def test_evict_command_waits_for_running_answers_within_the_drain_time(start: Start) -> None:
+async def test_evict_command_waits_at_most_the_drain_time_for_running_answers(start: Start) -> None:
     service = await start({"a": {}}, DRAIN_SECONDS="0.2")
     assert await service.authority.ask(service.authority.resolve("a")).wait(10)
     assert (await post(service, "/memory/evict/a"))["evicted"]

@@ -45,7 +45,7 @@ async def test_cold_model_is_loaded_on_the_requested_device(start: Start) -> Non
         assert authority.status(model).devices == (device,)
 
 
-async def test_move_that_does_not_fit_is_refused_with_numbers_without_changes(start: Start) -> None:
+async def test_move_that_does_not_fit_is_refused_with_numbers_and_changes_nothing(start: Start) -> None:
     accelerator = FakeAccelerator(2)
     accelerator.change("gpu-1", used_bytes=950 * MIB, free_bytes=50 * MIB)
     service = await start({"a": {}, "b": {"gpu_layers": 0}}, accelerator=accelerator)

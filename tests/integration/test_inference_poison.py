@@ -91,7 +91,7 @@ async def test_request_with_a_partial_answer_fails_and_its_retry_runs_alone(star
     assert (await _chat(service, "BAD")).status == 422
 
 
-async def test_suspected_request_that_completes_is_cleared_and_does_not_block_others(
+async def test_suspected_request_waits_a_limited_time_to_run_alone_and_does_not_block_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}}, parts={"timing": Timing(alone_seconds=0.1)})

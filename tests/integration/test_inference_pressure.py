@@ -1,4 +1,4 @@
-"""The authority under pressure: others take a device, models make room before anything fails, and it all comes back."""
+"""Levels of pressure: of unified memory, in samples, and equal in all answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
 
-async def test_shared_memory_has_one_level_and_one_restriction(start: Start) -> None:
+async def test_unified_memory_has_one_level_and_one_restriction(start: Start) -> None:
     """An accelerator without memory of its own is as full as the host, and refuses what the host refuses."""
     host = SharedDevice(id="cpu", kind="cpu")
 

@@ -1,4 +1,4 @@
-"""Another program takes memory of a simulated GPU: an idle model moves to host memory, and no request fails."""
+"""Other programs use memory of a simulated GPU: idle models move to host memory, and a full device is reported."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def downloads(node: Service) -> list[int]:
     return [pid for pid in children_of(node.pid) if "pull_job" in command_of(pid)]
 
 
-def test_node_downloads_stops_with_its_client_continues_and_serves_the_model(
+def test_download_of_a_node_stops_with_its_client_is_continued_and_its_model_is_served(
     tmp_path: Path, node: Service, hub: SmallHub, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert main(["pull", SOURCE, "--node", "a"]) == 1

@@ -27,7 +27,7 @@ ELSE = [
 
 
 def service(root: Path, gpus: int, **env: str) -> Service:
-    """A service with the demo models and a GPU that cannot be reached."""
+    """A service with a demo model and `gpus` GPUs that new processes cannot reach."""
     (root / "config").mkdir(exist_ok=True)
     (root / "config" / "models.yaml").write_text('models: {demo: {path: "bundled:demo"}}')
     env = {"UNREACHABLE_GPUS": str(gpus), "PYTHONPATH": str(REPOSITORY), **env}
@@ -132,7 +132,7 @@ def test_no_accelerator_is_expected_under_other_circumstances(tmp_path: Path, un
     ],
     ids=["devices", "boot", "backends"],
 )
-def test_use_of_the_cpu_after_such_a_change_is_logged(
+def test_use_of_the_cpu_after_a_reboot_or_another_build_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Circumstances, words: str | None
 ) -> None:
     start(tmp_path, 2)

@@ -234,7 +234,7 @@ async def test_thirty_two_requests_share_one_load_and_disconnects_do_not_delay_i
         rig.service.kill()
 
 
-def test_deadline_during_a_load_is_model_loading_with_retry_after(tmp_path: Path) -> None:
+def test_deadline_during_a_load_is_answered_with_model_loading_and_retry_after(tmp_path: Path) -> None:
     size = tiny_gguf.generative(seed=1).stat().st_size
     rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 5)).start()
     try:
@@ -265,7 +265,7 @@ def test_port_in_use_is_reported_with_its_owner(rig: Rig, tmp_path: Path) -> Non
     assert f"pid {rig.service.pid}" in done.stderr
 
 
-def test_workers_end_within_two_seconds_after_the_service_was_killed(own: Rig) -> None:
+def test_workers_end_within_five_seconds_after_the_service_was_killed(own: Rig) -> None:
     own.chat("a")
     family = children_of(own.service.pid)
     (record,) = json.loads((own.root / "state" / "family.json").read_text())

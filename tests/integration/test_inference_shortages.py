@@ -150,7 +150,7 @@ async def test_model_on_the_cpu_is_reported_and_returns_when_there_is_room(
     assert cooldown_seconds(model, authority.now) > 0
     await model.becomes(ModelState.READY)
     await service.clock.advance(TICK_SECONDS)
-    assert authority.status(model).devices == ("cpu",), "it rests from the accelerator first"
+    assert authority.status(model).devices == ("cpu",), "the accelerator is not tried before the cooldown ends"
     monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
     await service.clock.advance(cooldown_seconds(model, authority.now))
     await authority.reached(lambda: authority.status(model).devices == ("gpu-0",) and model.state is ModelState.READY)

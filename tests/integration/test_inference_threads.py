@@ -18,7 +18,7 @@ async def test_threads_are_divided_between_busy_models(start: Start) -> None:
     authority = service.authority
     a, b, fixed = (authority.resolve(name) for name in ("a", "b", "fixed"))
     leases = [await authority.ask(a).wait(10)]
-    assert a.running.worker.threads is None, "alone it has them all, as it began"
+    assert a.running.worker.threads is None, "a model that is busy alone keeps the threads of its start"
     leases.append(await authority.ask(b).wait(10))
     assert (a.running.worker.threads, b.running.worker.threads) == (4, 4)
     leases.append(await authority.ask(fixed).wait(10))

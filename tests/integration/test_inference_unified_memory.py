@@ -62,7 +62,7 @@ async def test_model_on_unified_memory_is_booked_on_the_host(start: Start) -> No
 
 
 async def test_host_limit_is_at_least_that_of_its_accelerator(start: Start) -> None:
-    """Half of the host is for models on the CPU; with unified memory what the accelerator may use is more."""
+    """Half of the host memory is for models; with unified memory it is the larger limit of the accelerator."""
     for accelerator, budget in ((UnifiedAccelerator(), int(HOST * 2 // 3 * 0.9)), (FakeAccelerator(), HOST // 2)):
         service = await start({}, accelerator=accelerator, probes=[accelerator, FakeHost()])
         service.authority.observe()

@@ -1,4 +1,4 @@
-"""The warm pool's bookkeeping over fake workers: whatever dies or hangs on the way, every byte is booked once."""
+"""The warm pool's bookkeeping with fake workers: if a worker ends or hangs, every byte is booked once."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ async def test_failure_during_an_offload_releases_all_bookings(start: Start, dev
 
 @pytest.mark.parametrize("seed", [1])
 async def test_random_operations_book_every_byte_once(start: Start, seed: int) -> None:
-    """Used, offloaded, evicted, killed and unloaded in any order: books balance all the time and are empty in the end.
+    """Models are used, offloaded, killed and unloaded in any order: bookings never exceed the budgets.
 
-    So are the supervisor's list and this process's own descriptors: every worker is reaped, with all that it was given.
-    Stored sequences stay.
+    In the end no worker and no descriptor of a worker remains. Only stored sequences stay.
     """
     estimator = FakeEstimator()
     estimator.sizes = {"a": 400, "b": 500, "c": 600}

@@ -1,4 +1,4 @@
-"""The warm pool on simulated GPUs: nothing stays on the device, and models are restored on another one."""
+"""The warm pool on simulated GPUs: nothing stays on the device, and models are restored on a device with room."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def used_bytes(stack: Stack, device: str) -> int:
         return int(rig.tell("status")[device]["used_bytes"])
 
 
-async def test_warm_model_uses_no_device_memory_and_is_restored_on_another_device(stack: Stack) -> None:
+async def test_warm_model_uses_no_device_memory_and_is_restored_on_a_device_with_room(stack: Stack) -> None:
     """The answer is the same with a cached prompt."""
     body = chat_body(STORY, max_tokens=16)
     first = post(stack, "/v1/chat/completions", body)

@@ -16,7 +16,7 @@ every endpoint of the gateway exists
 every endpoint of the inference service exists
   promises/test_services.py test_every_endpoint_of_the_inference_service_exists
 every response, errors and streams included, carries the x-headgate headers and x-request-id
-  integration/test_gateway_http.py test_every_response_carries_the_headers
+  integration/test_gateway_http.py test_every_response_has_the_headers_of_the_gateway
 the tier header says local, local-fallback, cloud or none; the body names the model that answered
   promises/test_streams.py test_model_in_the_body_is_the_one_that_answers
   integration/test_gateway_cloud.py test_cloud_answers_whole_and_streamed_when_the_local_tier_is_down
@@ -37,7 +37,7 @@ Retry-After is the known time
   unit/test_gateway_chain.py test_retry_after_has_a_default_for_each_reason
 x-should-retry is false if a retry cannot succeed, or the budget is spent
   promises/test_errors.py test_should_retry_is_false_if_a_retry_cannot_succeed
-  integration/test_gateway_budget.py test_spent_attempts_set_should_retry_false
+  integration/test_gateway_budget.py test_request_without_attempts_left_is_answered_with_x_should_retry_false
 every code has its status
   promises/test_errors.py test_every_code_has_the_status_of_the_contract
 context_length_exceeded names both lengths
@@ -120,7 +120,7 @@ the chain drops candidates with a recorded reason
   unit/test_gateway_chain.py test_order_is_kept_and_drops_have_reasons
 local/smaller is the largest other local chat model that is ready or fits at its turn; headers and record name it
   integration/test_e2e_memory.py test_smaller_model_answers_for_one_that_does_not_fit
-  integration/test_gateway_smaller.py test_choice_follows_the_state_when_its_turn_comes
+  integration/test_gateway_smaller.py test_smaller_model_is_chosen_by_the_state_when_its_turn_comes
   integration/test_gateway_smaller.py test_largest_other_model_answers_and_is_named
 tokens are counted only near the context length
   unit/test_gateway_prompt_length.py test_only_prompts_near_the_context_length_are_counted
@@ -143,7 +143,7 @@ an answer resumes on the same model, then another local one, then a cloud
   integration/test_gateway_resume.py test_cloud_gets_an_instruction_to_continue
 at most two hops, text with a single choice only
   integration/test_gateway_resume.py test_answer_is_resumed_twice_at_most
-  integration/test_gateway_resume.py test_broken_answer_with_a_format_is_not_resumed
+  integration/test_gateway_resume.py test_broken_answer_of_a_request_that_excludes_a_resume_ends_in_an_error_frame
 requests in flight and in the queue are limited, by priority
   property/test_gateway_admission.py test_request_of_high_priority_starts_first_and_replaces_the_lowest_in_a_full_queue
   integration/test_gateway_failover.py test_requests_beyond_the_limits_wait_and_are_then_rejected
