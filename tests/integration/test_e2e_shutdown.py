@@ -6,21 +6,13 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
 import pytest
 
 from tests.rigs.processes import Service, children_of, command_of, free_port, is_alive, private_env
-from tests.rigs.stack import LOCAL_ROUTES, MODELS, Stack, until
-
-
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    stack = await asyncio.to_thread(Stack(tmp_path).start)
-    yield stack
-    await asyncio.to_thread(stack.kill)
+from tests.rigs.stack import LOCAL_ROUTES, MODELS, until
 
 
 def _up(tmp_path: Path) -> Service:

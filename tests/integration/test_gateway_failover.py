@@ -449,7 +449,7 @@ async def test_open_breakers_are_restored_before_the_first_contact_with_the_serv
     assert contacts[0] == {"local/demo": BreakerState.OPEN}
 
 
-async def test_gateway_is_not_ready_before_it_has_reached_the_inference_service(
+async def test_gateway_is_ready_once_it_has_reached_the_inference_service_and_stays_ready_without_it(
     tmp_path: Path, fake: FakeInference
 ) -> None:
     await fake.stop()
@@ -460,7 +460,8 @@ async def test_gateway_is_not_ready_before_it_has_reached_the_inference_service(
         await fake.start()
         await until("the gateway is ready", lambda: gateway.runtime.is_ready)
         await fake.stop()
-        await gateway.look()
+        await until("the service is unreachable", lambda: gateway.runtime.view.reachable is False)
+        assert (await gateway.client.get("/readyz")).status_code == 200
 
 
 async def test_breaker_can_be_reset_by_an_operator(gateway: Gateway, fake: FakeInference) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from inference.protocol import H_PRIORITY, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
-from tests.rigs.gateway_rig import CONFIG, KEY, MESSAGES, Gateway
+from tests.rigs.gateway_rig import CONFIG, MESSAGES, Gateway
 from tests.rigs.stack import until
 
 TEAM = "key-of-a-team"
@@ -121,7 +121,7 @@ async def test_cut_and_cancelled_answers_are_charged_for_the_received_tokens(
             while "content" not in await anext(lines):
                 continue
         await until("the answer is charged", lambda: not gateway.runtime.limiter._accounts["team"].running)
-        assert _used(gateway) != before
+        assert _used(gateway) > before, "the prompt and the received pieces, more than the tokens that were refilled"
 
 
 async def test_failed_request_costs_no_tokens(tmp_path: Path, fake: FakeInference) -> None:
@@ -184,7 +184,6 @@ async def test_key_removed_from_the_environment_is_revoked_at_once(tmp_path: Pat
         await gateway.admin("POST", "/admin/reload")
         assert (await gateway.chat()).status_code == 401
         assert (await gateway.chat(headers={"authorization": "Bearer another"})).status_code == 200
-        assert KEY != "another"
         assert json.loads((await gateway.admin("GET", "/admin/breakers")).content)
 
 

@@ -13,8 +13,7 @@ import pytest
 from inference.app import Service
 from inference.authority.events import SuspensionTested
 from inference.authority.lifecycle import Action
-from inference.devices.checkpoint_support import DriverSuspender, SuspensionFailure
-from inference.devices.device import Reading
+from inference.devices.checkpoint_support import DriverSuspender
 from inference.protocol import ModelState
 from inference.workers.helper_client import run_helper
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
@@ -161,30 +160,3 @@ async def test_models_are_kept_in_host_memory_without_a_driver(
     model = await use(service)
     await service.authority.offload(model)
     assert service.authority.offloaded()[0]["mechanism"] == "resident"
-
-
-class FakeCarrier:
-    """Returns the given result; `operations` are those that were requested."""
-
-    label = "the fake"
-
-    def __init__(self, **troubles: SuspensionFailure) -> None:
-        self.troubles = troubles
-        self.operations: list[str] = []
-
-    async def test(self, device: Reading) -> SuspensionFailure | None:
-        self.operations.append("test")
-        return self.troubles.get("test")
-
-    async def run(self, operation: str, device: str, pid: int, seconds: float) -> SuspensionFailure | None:
-        self.operations.append(operation)
-        return self.troubles.get(operation)
-
-
-async def kept_as(service: Service) -> str:
-    """How the model is kept when it is offloaded after use; empty if it is not."""
-    model = await use(service)
-    await service.authority.offload(model)
-    await model.becomes(S.WARM, S.COLD)
-    offloaded = service.authority.offloaded()
-    return offloaded[0]["mechanism"] if offloaded else ""
