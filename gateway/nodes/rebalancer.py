@@ -101,7 +101,8 @@ class Rebalancer:
         plans = {name: plan for name, plan in zip(copy.nodes, answers, strict=True) if plan is not None}
         name = cheapest(copy, plans, protected(found.view.table, found.replicas))
         if name is None:
-            log.info("no node has room for another copy of %s (%s)", copy.model, copy.reason)
+            asked = ", ".join(copy.nodes)
+            log.info("no other copy of %s (%s): none of the nodes %s has room now", copy.model, copy.reason, asked)
             self._state = self._state.after_refusal(copy.model, copy.nodes, self._clock())
         elif await self._leases().renew(lease, LEASE_SECONDS):
             log.info("loading %s on node %s: %s", copy.model, name, copy.reason)

@@ -53,7 +53,7 @@ class BreakerSync:
         self._known: dict[Key, _Entry] = {}
         self._version = ""
         self._changed: dict[Key, float] = {}
-        """When breakers changed that were not sent yet, by this process's clock."""
+        """The breakers whose change was not sent yet, and when it was, by this process's clock."""
         self._held: dict[str, str] = {}
         """Token by breaker field, of claims that are renewed."""
         self._released: list[tuple[str, str]] = []
@@ -72,7 +72,7 @@ class BreakerSync:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Once per turn of the event loop, so that a state and its end are sent together."""
+        """Once per turn of the event loop, so that a state and its `open_until` are sent together."""
         if not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self._flush)

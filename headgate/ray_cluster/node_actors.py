@@ -52,8 +52,11 @@ def actor_options(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start_actor(node: RayNode, name: str, settings: ServiceSettings) -> Any:
-    """The actor of `node`, started if there is none. It can run on this node only."""
+def start_actor(node: RayNode, report_name: str, settings: ServiceSettings) -> Any:
+    """The actor of `node`, started if there is none. It can run on this node only.
+
+    `report_name` is the name of the node in its reports.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -63,7 +66,7 @@ def start_actor(node: RayNode, name: str, settings: ServiceSettings) -> Any:
             **actor_options(NODE_PREFIX + node.id),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
-        .remote(name, node.address, settings)
+        .remote(report_name, node.address, settings)
     )
 
 

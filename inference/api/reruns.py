@@ -87,7 +87,7 @@ class Rerun:
         if quarantine.suspicion(key, self._authority.now) is Suspicion.CONFIRMED and not error.relayed:
             raise self._refusal(model, key)
         self.alone = True
-        is_vain = crash.alone and not crash.is_evidence
+        is_vain = crash.alone and not crash.can_confirm
         return not (error.relayed or is_vain or quarantine.doubted) and self.crashes < MAX_RUNS
 
     def answered(self, model: str) -> None:

@@ -120,7 +120,7 @@ class TryDevice:
 
 @dataclass(frozen=True, slots=True)
 class RenewProbes:
-    """Restart the helpers of the probes (`ProbesRenewed`)."""
+    """Restart the helper processes that read the devices (`ProbesRenewed`)."""
 
     command: int
 
@@ -250,7 +250,7 @@ class CheckFiles:
 
 @dataclass(frozen=True, slots=True)
 class CheckBuild:
-    """Check whether llama.cpp computes (`BuildChecked`)."""
+    """Check whether llama.cpp computes (`BuildChecked`). `error`: that of the load that crashed, if one did."""
 
     model: str
     error: InferenceError | None
@@ -286,14 +286,14 @@ class LearnGoodEnd:
 
 @dataclass(frozen=True, slots=True)
 class CheckHeadrooms:
-    """Check whether learned head-room of these models has decayed (`HeadroomChanged`)."""
+    """Check whether learned head-room has decayed below `planned`: bytes of a model on a device (`HeadroomChanged`)."""
 
     planned: tuple[tuple[ModelSpec, Reading, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LearnOverhead:
-    """Learn the use of a device by a worker beyond its buffers, for models of its shape."""
+    """Learn the use of a device by a worker beyond its buffers, for models of the same `shape` (`shape_of`)."""
 
     device: Reading
     observed_bytes: int

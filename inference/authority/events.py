@@ -78,7 +78,7 @@ class TrialEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProbesRenewed:
-    """The helpers of the probes restart at the next reading."""
+    """The helpers that read the devices restart at the next reading."""
 
     command: int
 

@@ -76,14 +76,14 @@ class Crash:
     unexplained: bool = False
 
     @property
-    def is_evidence(self) -> bool:
-        """Whether it is evidence against this request."""
+    def can_confirm(self) -> bool:
+        """Whether it can confirm the request as the cause; other crashes only make the request a suspect."""
         return self.alone and self.cause is not ExitCause.OOM_COMPUTE
 
     @property
     def event(self) -> CrashKind:
         """What it means for the request."""
-        if not self.is_evidence:
+        if not self.can_confirm:
             return _E.CRASHED
         return _E.CRASHED_UNEXPLAINED if self.unexplained else _E.CRASHED_ALONE
 

@@ -13,7 +13,7 @@ import yaml
 CORPUS_DIR = Path(__file__).resolve().parents[1] / "demo" / "corpus"
 
 LISTED_SUMS = frozenset({"What is 7 plus 5?", "What is 3 plus 4?", "What is 9 minus 6?"})
-"""The sums among the listed questions; every other listed question is marked in questions.yaml."""
+"""The sums among the `listed` questions; the others are marked in questions.yaml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Question:
     answer: str
     also: tuple[str, ...] = ()
     listed: bool = False
+    """One of the fifty questions that measure the models."""
     kind: str = "plain"
     """`plain`, `sum`, or `unknown` (the many questions that share the answer "I do not know that")."""
 
@@ -42,6 +43,7 @@ class Dialogue:
 
     turns: tuple[Turn, ...]
     listed: bool = False
+    """One of the ten dialogues that measure the models."""
 
 
 def _read(name: str) -> list[dict[str, Any]]:
@@ -88,7 +90,7 @@ def _answers() -> dict[str, str]:
 
 @cache
 def dialogues() -> tuple[Dialogue, ...]:
-    """Every three-turn dialogue. Raises KeyError for a turn without an answer that questions.yaml does not have."""
+    """Every three-turn dialogue. A turn without an answer has that of questions.yaml, or KeyError is raised."""
     known = _answers()
     return tuple(
         Dialogue(

@@ -196,7 +196,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveCheckpoint:
     """Fill `checkpoint` with the present state of `slot`."""
 
     slot: int
@@ -204,7 +204,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class RestoreCheckpoint:
     """Go back to `checkpoint` in `slot`, which holds at least its tokens, and remove the tokens behind it."""
 
     slot: int
@@ -236,7 +236,7 @@ class Fetch:
     sequence: StoredSequence
 
 
-Operation = Remove | Copy | Save | Restore | Store | Load | Fetch
+Operation = Remove | Copy | SaveCheckpoint | RestoreCheckpoint | Store | Load | Fetch
 
 
 def performed(operations: Sequence[Operation], perform: Callable[[Operation], bool]) -> list[int]:
@@ -250,11 +250,11 @@ def performed(operations: Sequence[Operation], perform: Callable[[Operation], bo
         match operation:
             case Copy(source, target) if source in lost:
                 lost.append(target)
-            case Save(slot) | Restore(slot) if slot in lost:
+            case SaveCheckpoint(slot) | RestoreCheckpoint(slot) if slot in lost:
                 pass
             case _:
                 if not perform(operation):
-                    assert isinstance(operation, Restore | Load)
+                    assert isinstance(operation, RestoreCheckpoint | Load)
                     lost.append(operation.slot)
     return lost
 

@@ -147,12 +147,12 @@ class WorkerProcess:
         self._requested = self._requested or not stays
         self.send(Offload(stays))
 
-    def suspend(self) -> None:
-        """The process is being suspended: hang detection pauses, and `stop` kills."""
+    def note_suspending(self) -> None:
+        """The process is about to be suspended: hang detection pauses, and `stop` kills."""
         self._suspended = True
 
-    def resumed(self) -> None:
-        """The process runs again after `suspend`."""
+    def note_resumed(self) -> None:
+        """The process runs again."""
         self._suspended = False
         self._watch.note_message(self._loop.time())
         self.beat = None
@@ -168,7 +168,7 @@ class WorkerProcess:
             self._stop_timer = self._loop.call_later(STOP_SECONDS, self.kill)
 
     def kill(self, hang: str | None = None) -> None:
-        """Kills the worker and its children. `hang` is the reason for the crash record."""
+        """Kills the worker and its children. With the reason `hang` its exit counts as a hang and has this reason."""
         if self.exited.done() or self._process.returncode is not None:
             return
         if hang is not None and self._hang is None:

@@ -82,10 +82,10 @@ def test_only_whole_text_is_saved(rig: StoreRig) -> None:
     tokens = random_tokens(1, 100)
     rig.fill(0, tokens)
     with rig.store() as opened:
-        assert not opened.store.save(1, StoredSequence(array("i"), ""), [])
-        assert not opened.store.save(1, StoredSequence(tokens, ""), [])
-        assert not opened.store.save(0, StoredSequence(array("i", [*tokens[:99], -5]), ""), [])
-        assert not opened.store.save(0, StoredSequence(random_tokens(1, 101), ""), [])
+        assert not opened.store.add(1, StoredSequence(array("i"), ""), [])
+        assert not opened.store.add(1, StoredSequence(tokens, ""), [])
+        assert not opened.store.add(0, StoredSequence(array("i", [*tokens[:99], -5]), ""), [])
+        assert not opened.store.add(0, StoredSequence(random_tokens(1, 101), ""), [])
         assert len(opened.store.catalog) == 0
         shorter = opened.save(0, tokens[:80])
         rig.context.remove(0)
@@ -112,7 +112,7 @@ def test_the_lowest_worth_leaves_a_full_memory(rig: StoreRig, keep: int) -> None
         opened.wait(lambda: resident(keep) == 0)
         assert not opened.store.enabled
         rig.fill(1, last.tokens)
-        assert not opened.store.save(1, StoredSequence(last.tokens, ""), [])
+        assert not opened.store.add(1, StoredSequence(last.tokens, ""), [])
 
 
 @pytest.mark.parametrize(("policy", "leaves"), [("lru", 1), ("priority", 2), ("hybrid", 3)])
@@ -139,7 +139,7 @@ def test_a_transfer_takes_little_longer_than_a_copy_of_its_bytes(rig: StoreRig) 
             rig.context.remove(1)
             sequence = StoredSequence(tokens, str(number))
             began = time.perf_counter()
-            assert opened.store.save(0, sequence, [])
+            assert opened.store.add(0, sequence, [])
             seconds["save"].append(time.perf_counter() - began)
             began = time.perf_counter()
             assert opened.store.load(1, sequence, [])
@@ -232,7 +232,7 @@ def test_a_model_with_checkpoints_keeps_the_beginning(keep: int) -> None:
         rig.fill(0, tokens, start=30)
         long = opened.save(0, tokens)
         assert set(opened.store.catalog) == {short, long}
-        assert not opened.store.save(0, StoredSequence(tokens[:50], ""), [])
+        assert not opened.store.add(0, StoredSequence(tokens[:50], ""), [])
 
 
 def test_the_same_tokens_are_stored_once(rig: StoreRig, keep: int) -> None:
@@ -336,7 +336,7 @@ def test_a_worker_waits_for_the_memory_that_another_one_uses(rig: StoreRig, keep
         with other.store(keep) as opened:
             other.fill(0, tokens)
             assert not opened.store.enabled
-            assert not opened.store.save(0, StoredSequence(tokens, ""), [])
+            assert not opened.store.add(0, StoredSequence(tokens, ""), [])
             second_later.store.close(1.0)
             opened.wait(lambda: opened.store.enabled)
             assert opened.found(tokens) is not None
@@ -483,7 +483,7 @@ def test_a_sequence_larger_than_the_limits_is_not_saved(rig: StoreRig, disk: dic
         assert small.in_ram
     disk["disk_bytes"] = one
     with rig.store(ram_bytes=one, **disk) as opened:
-        assert not opened.store.save(0, StoredSequence(tokens, ""), [])
+        assert not opened.store.add(0, StoredSequence(tokens, ""), [])
 
 
 def test_pins_and_times_outlive_the_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
@@ -607,7 +607,7 @@ def test_random_use_keeps_to_the_limits(rig: StoreRig, keep: int, disk: dict[str
                 case "save":
                     rig.context.remove(0)
                     rig.fill(0, tokens)
-                    if store.save(0, StoredSequence(tokens, "", used_at=chosen.random()), []):
+                    if store.add(0, StoredSequence(tokens, "", used_at=chosen.random()), []):
                         assert opened.found(tokens) is not None
                 case "load" if found is not None:
                     rig.context.remove(0)

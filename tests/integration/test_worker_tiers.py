@@ -173,7 +173,7 @@ def test_streams_wait_for_one_transfer_at_most_between_two_steps(monkeypatch: py
 
         compute = rig.context.decode
         monkeypatch.setattr(rig.context, "decode", decode)
-        monkeypatch.setattr(store, "save", watched(store.save, lambda: store.counts().saved_bytes))
+        monkeypatch.setattr(store, "add", watched(store.add, lambda: store.counts().saved_bytes))
         monkeypatch.setattr(store, "load", watched(store.load, lambda: store.counts().loaded_bytes))
         for turn in range(600):
             if turn % 150 == 0:

@@ -64,7 +64,7 @@ def test_memory_refusal_has_its_numbers_in_the_message_and_in_the_details() -> N
 async def test_should_retry_is_false_if_a_retry_cannot_succeed(
     gateway: Gateway, fake: FakeInference, code: Code, *, says_false: bool
 ) -> None:
-    """Clients run_command the header before the status."""
+    """Clients follow this header, whatever the status is."""
     fake.answers["demo"] = Answer(refuse=code)
     answer = await gateway.chat("demo")
     assert answer.status_code >= 400

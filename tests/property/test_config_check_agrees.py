@@ -100,7 +100,7 @@ def service(directory: Path, runner: asyncio.Runner) -> Iterator[Service]:
     runner.run(service.authority.close())
 
 
-def test_check_start_and_reload_agree_about_models_yaml(
+def test_config_check_and_start_and_reload_agree_about_models_yaml(
     directory: Path, service: Service, runner: asyncio.Runner
 ) -> None:
     """Models are removed only by a file that all three accept, and all of them only by `models: {}`."""
@@ -130,7 +130,7 @@ def test_check_start_and_reload_agree_about_models_yaml(
     agree()
 
 
-def test_check_start_and_reload_agree_about_gateway_yaml(directory: Path, runner: asyncio.Runner) -> None:
+def test_config_check_and_start_and_reload_agree_about_gateway_yaml(directory: Path, runner: asyncio.Runner) -> None:
     """A file that is refused changes nothing; empty sections are refused."""
     write(directory)
     source = Source(directory, lambda: {"GATEWAY_API_KEY": "key", "INFERENCE_TOKEN": "token"}, {})

@@ -30,7 +30,7 @@ def test_request_is_strongly_suspected_only_with_evidence_against_it(
             assert quarantine.suspicion(key, now) is Suspicion.NONE
         else:
             quarantine = quarantine.crashed(key, crash, now)
-            telling[key] = telling.get(key, 0) + crash.is_evidence
+            telling[key] = telling.get(key, 0) + crash.can_confirm
             assert quarantine.suspicion(key, now) is not Suspicion.NONE
         for other in "abcdef":
             suspicion = quarantine.suspicion(other, now)

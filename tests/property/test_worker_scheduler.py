@@ -23,9 +23,9 @@ from inference.worker.steps import (
     Operation,
     Phase,
     Remove,
-    Restore,
+    RestoreCheckpoint,
     Row,
-    Save,
+    SaveCheckpoint,
     Step,
     Store,
     StoredSequence,
@@ -123,12 +123,12 @@ class Memory:
                     self.copied_states.add(target)
                 self.moving |= {source, target}
                 self.arriving.add(target)
-            case Save(slot, checkpoint):
+            case SaveCheckpoint(slot, checkpoint):
                 assert checkpoint.position == len(self.slots[slot])
                 checkpoint.state = self.slots[slot][:]
                 self.windows[slot].check(checkpoint.position, self.limits.window)
                 assert slot not in copies, "window cells of a copy come with the next batch"
-            case Restore(slot, checkpoint):
+            case RestoreCheckpoint(slot, checkpoint):
                 assert self.slots[slot][: checkpoint.position] == checkpoint.state, "the state of other tokens"
                 assert slot not in copies, "window cells of a copy come with the next batch"
                 self.cut(slot, checkpoint.position)

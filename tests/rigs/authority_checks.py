@@ -532,7 +532,7 @@ class CheckedWorld(World):
             assert new is Suspicion.NONE
         elif old is Suspicion.CONFIRMED or model.quarantine.doubted:
             return
-        elif event.crash.is_evidence and not event.crash.unexplained and old is not Suspicion.NONE:
+        elif event.crash.can_confirm and not event.crash.unexplained and old is not Suspicion.NONE:
             assert new is Suspicion.CONFIRMED
         else:
             assert new is not Suspicion.NONE

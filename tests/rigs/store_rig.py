@@ -120,7 +120,7 @@ class OpenStore:
     ) -> StoredSequence:
         """Saves a slot; the sequence is in the catalog."""
         sequence = StoredSequence(tokens, **{"tenant": "", **more})
-        assert self.store.save(slot, sequence, checkpoints)
+        assert self.store.add(slot, sequence, checkpoints)
         return sequence
 
     def found(self, tokens: array[int], tenant: str = "") -> StoredSequence | None:

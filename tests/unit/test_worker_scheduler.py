@@ -37,9 +37,9 @@ from inference.worker.steps import (
     Load,
     Operation,
     Remove,
-    Restore,
+    RestoreCheckpoint,
     Row,
-    Save,
+    SaveCheckpoint,
     Store,
     StoredSequence,
     performed,
@@ -597,7 +597,7 @@ def test_prompt_whose_checkpoint_is_rejected_is_computed_from_its_beginning() ->
     for _step in range(4):
         step = scheduler.plan(0.0, 30)
         for operation in step.operations:
-            assert isinstance(operation, Save)
+            assert isinstance(operation, SaveCheckpoint)
             operation.checkpoint.state = b"state"
             saved.append(operation.checkpoint.position)
         scheduler.computed()
@@ -607,9 +607,11 @@ def test_prompt_whose_checkpoint_is_rejected_is_computed_from_its_beginning() ->
     scheduler.finish(1)
     scheduler.submit([Job(2, (0, 1, 2, 3, 4, 5, 6, 7, 8, 77, 78), message_starts=(0, 4, 8)), Job(3, (60, 61, 62))])
     step = scheduler.plan(0.0, 30)
-    assert [type(operation) for operation in step.operations] == [Restore]
+    assert [type(operation) for operation in step.operations] == [RestoreCheckpoint]
     assert [(row.job, row.start) for row in step.rows] == [(2, 8), (3, 0)]
-    scheduler.not_restored([operation.slot for operation in step.operations if isinstance(operation, Restore)])
+    scheduler.not_restored(
+        [operation.slot for operation in step.operations if isinstance(operation, RestoreCheckpoint)]
+    )
     step = scheduler.plan(0.0, 30)
     assert [(row.job, row.start, len(row.tokens)) for row in step.rows] == [(2, 0, 4), (3, 0, 2)]
 
@@ -667,7 +669,13 @@ def test_copies_of_a_slot_that_could_not_be_loaded_are_lost() -> None:
     """Later operations of the slot are left out."""
     sequence = StoredSequence(array("i", [1, 2]), "")
     checkpoint = Checkpoint(1)
-    operations = [Load(0, sequence), Restore(0, checkpoint), Copy(0, 1, 1), Save(0, checkpoint), Remove(2, 0)]
+    operations = [
+        Load(0, sequence),
+        RestoreCheckpoint(0, checkpoint),
+        Copy(0, 1, 1),
+        SaveCheckpoint(0, checkpoint),
+        Remove(2, 0),
+    ]
     done: list[Operation] = []
 
     def perform(operation: Operation) -> bool:

@@ -25,7 +25,7 @@ class TimedStore:
         self.saved: list[int] = []
         self.now = 0.0
 
-    def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+    def add(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         self.now += SAVE_SECONDS
         self.saved.append(slot)
         sequence.in_ram = True

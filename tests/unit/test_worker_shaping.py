@@ -67,7 +67,7 @@ def test_finish_reason_after_calls_is_that_of_openai(choice: GenerateRequest, mo
 def test_control_tokens_are_found_by_their_text() -> None:
     reading = shaping(shows=frozenset({"<call>", "<nowhere>"}), ends=frozenset({"<end>"})).shape(chat()).reading
     assert reading is not None
-    assert (reading.shown, reading.ends) == ({7}, {8})
+    assert (reading.parsed, reading.ends) == ({7}, {8})
 
 
 def formed(request: GenerateRequest, **dialect: Any) -> tuple[Form | None, str]:

@@ -20,8 +20,8 @@ from inference.worker.steps import (
     Load,
     Operation,
     Remove,
-    Restore,
-    Save,
+    RestoreCheckpoint,
+    SaveCheckpoint,
     Step,
     Store,
     StoredSequence,
@@ -43,7 +43,7 @@ def run(scheduler: Scheduler, now: float = 0.0) -> Step:
     """A step whose batch is computed; checkpoints get a state."""
     step = scheduler.plan(now, 40)
     for operation in step.operations:
-        if isinstance(operation, Save):
+        if isinstance(operation, SaveCheckpoint):
             operation.checkpoint.state = "state"
     if step.rows:
         scheduler.computed()
@@ -146,7 +146,7 @@ def test_copy_of_a_recurrent_state_goes_back_to_a_checkpoint() -> None:
     served(scheduler, Job(1, tuple(range(12)), message_starts=(0, 6)), range(50, 58))
     scheduler.submit([Job(2, (*range(6), 30, 31))])
     step = run(scheduler)
-    assert kinds(step.operations) == [Copy, Restore]
+    assert kinds(step.operations) == [Copy, RestoreCheckpoint]
     assert [(row.slot, row.start) for row in step.rows] == [(1, 6)]
 
 
@@ -157,7 +157,7 @@ def test_least_useful_checkpoint_is_replaced() -> None:
     assert slot is not None
     for computed in (5, 6, 20, 22, 29):
         slot.computed = computed
-        slots.save(slot)
+        slots.save_checkpoint(slot)
     assert [checkpoint.position for checkpoint in slot.checkpoints] == [20, 29]
 
 
@@ -167,7 +167,7 @@ def test_window_has_only_the_newest_tokens() -> None:
     served(scheduler, Job(1, tuple(range(20)), message_starts=(0, 8)))
     scheduler.submit([Job(2, (*range(10), 60))])
     step = run(scheduler)
-    assert kinds(step.operations) == [Restore]
+    assert kinds(step.operations) == [RestoreCheckpoint]
     assert [row.start for row in step.rows] == [8]
     scheduler.submit([Job(3, (*range(5), 61))])
     assert [row.start for row in run(scheduler).rows if row.job == 3] == [0], "its slot is taken"
@@ -184,7 +184,7 @@ def test_copied_window_gets_no_checkpoint_before_its_batch() -> None:
     second = slots.take(tokens(*range(10), 11), "", 10)
     assert second is not None
     assert Copy in kinds(slots.operations())
-    slots.save(second)
+    slots.save_checkpoint(second)
     assert slots.operations() == ()
     slots.release(second, 0.0)
     third = slots.take(tokens(*range(8), 12, 13), "", 8)

@@ -29,7 +29,7 @@ class Vocabulary:
 def reading(**changes: Any) -> Reading:
     ids = itertools.count(1)
     return Reading(
-        **{"parser": MarkParser, "call_id": lambda: f"call_{next(ids)}", "shown": frozenset({257, 258}), **changes}
+        **{"parser": MarkParser, "call_id": lambda: f"call_{next(ids)}", "parsed": frozenset({257, 258}), **changes}
     )
 
 
@@ -139,10 +139,10 @@ def test_answer_limited_to_one_call_ends_at_the_second_call() -> None:
     assert (text(outputs), outputs[-1].finish) == ("", "tool_calls")
 
 
-def test_visible_control_tokens_reach_the_parser() -> None:
+def test_named_control_tokens_reach_the_parser() -> None:
     drawn = [257, *b"f:{}", 258, END]
     assert calls(follow(drawn)) == [("call_1", "f", "{}")]
-    hidden = follow(drawn, shown=frozenset())
+    hidden = follow(drawn, parsed=frozenset())
     assert (calls(hidden), text(hidden)) == ([], "f:{}")
 
 

@@ -34,10 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     create = actions.add_parser(
         "create",
         help="create a key, or replace it",
-        description="Create a key and print it once; it replaces a created key with the same name and its settings.\n"
+        description="Create a key and print it once. A created key of the same name and its settings are replaced.\n"
         "No restart is needed.",
     )
-    _describe(create)
+    _add_name_and_scope(create)
     create.add_argument("--models", metavar="NAMES", help="models that it may use: NAME,PREFIX*,... (all)")
     create.add_argument("--dollars", metavar="N", type=float, help="budget per month in US dollars")
     create.add_argument("--tokens", metavar="N", type=int, help="budget per month in tokens")
@@ -52,10 +52,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="generate a key for gateway.yaml",
         description="Generate a key and print it once. Its entry for gateway.yaml (a hash) goes to stderr.",
     )
-    _describe(new)
+    _add_name_and_scope(new)
 
 
-def _describe(parser: argparse.ArgumentParser) -> None:
+def _add_name_and_scope(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the name of the key in logs and in usage")
     parser.add_argument("--admin", action="store_true", help="allow the endpoints below /admin, too")
 

@@ -227,8 +227,8 @@ class Hub:
                         raise HubError(f"the answer of {self._host()} about {source.repository} is too long")
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise HubError(
-                f"{self._shown} cannot be reached ({_reason(error)}); HF_ENDPOINT names another hub, HTTPS_PROXY a "
-                f"proxy. A file that you copied here yourself is added with: headgate add FILE.gguf"
+                f"{self._shown} cannot be reached ({_reason(error)}). Set HF_ENDPOINT to use another hub, HTTPS_PROXY "
+                f"to use a proxy. A file that you copied here yourself is added with: headgate add FILE.gguf"
             ) from error
         try:
             return httpx2.Response(200, content=bytes(raw)).json()

@@ -50,7 +50,7 @@ class MeasuringRunner:
             effects.CheckBuild: self._check_build,
             effects.LearnShortage: self._learn_shortage,
             effects.LearnGoodEnd: self._learn_good_end,
-            effects.CheckHeadrooms: self._decay_headrooms,
+            effects.CheckHeadrooms: self._check_headrooms,
             effects.LearnOverhead: self._learn_overhead,
         }
 
@@ -83,7 +83,7 @@ class MeasuringRunner:
         try:
             await self._inventory.renew()
         except Exception:
-            log.exception("the helpers of the probes could not be restarted")
+            log.exception("the helpers that read the devices could not be restarted")
         self._dispatch(events.ProbesRenewed(effect.command))
 
     async def _prove_suspension(self, effect: effects.CheckSuspension) -> None:
@@ -139,8 +139,10 @@ class MeasuringRunner:
         if self._headrooms.ended_well(effect.spec, effect.devices):
             self._dispatch(events.HeadroomChanged((effect.spec,)))
 
-    def _decay_headrooms(self, effect: effects.CheckHeadrooms) -> None:
-        specs = [spec for spec, device, count in effect.planned if count > self._headrooms.of(spec, device).total_bytes]
+    def _check_headrooms(self, effect: effects.CheckHeadrooms) -> None:
+        specs = [
+            spec for spec, device, planned in effect.planned if planned > self._headrooms.of(spec, device).total_bytes
+        ]
         if specs:
             self._dispatch(events.HeadroomChanged(tuple(dict.fromkeys(specs))))
 

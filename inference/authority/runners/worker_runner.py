@@ -114,7 +114,7 @@ class WorkerRunner:
         """Suspends or resumes a process."""
         process = self.processes.get(effect.worker)
         if process is not None and effect.operation == "suspend":
-            process.suspend()  # at once: a stop that follows must kill, because a suspended process reads no message
+            process.note_suspending()  # at once: a stop that follows must kill, as a suspended process reads no message
         return self._run_checkpoint(effect, process)
 
     async def _run_checkpoint(self, effect: effects.Checkpoint, process: WorkerProcess | None) -> None:
@@ -130,7 +130,7 @@ class WorkerRunner:
             log.exception("internal error in %s of pid %d", operation, effect.pid)
             why = f"internal error ({type(error).__name__})"
         if process is not None and operation == "resume" and why is None:
-            process.resumed()
+            process.note_resumed()
         self._dispatch(events.CheckpointEnded(effect.worker, operation, why, by_device_state))
 
     def _measure_workers(self, effect: effects.MeasureWorkers) -> None:

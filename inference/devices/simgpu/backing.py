@@ -45,7 +45,7 @@ class Server:
     port: int
 
     async def suspend(self, buffers: Mapping[int, int]) -> None:
-        """Moves unused buffers (bytes by pointer) to host memory. Raises NotMovedError."""
+        """Moves these buffers (bytes by pointer), which nothing uses now, to host memory. Raises NotMovedError."""
         await self._move({"do": "suspend", "buffers": list(buffers.items())}, sum(buffers.values()))
 
     async def resume(self, count_bytes: int) -> None:

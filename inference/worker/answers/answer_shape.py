@@ -62,7 +62,7 @@ class Shaping:
         return Reading(
             parser=lambda: dialect.parser(tools=tools, opened=opened),
             call_id=new_call_id,
-            shown=self._shown,
+            parsed=self._parsed,
             ends=self._ends,
             max_calls=None if choice.parallel else 1,
             # As in OpenAI's API: "stop" where the request names the function, else "tool_calls".
@@ -71,7 +71,7 @@ class Shaping:
         )
 
     @functools.cached_property
-    def _shown(self) -> frozenset[int]:
+    def _parsed(self) -> frozenset[int]:
         return self._tokens(self._dialect.shows if self._dialect is not None else ())
 
     @functools.cached_property

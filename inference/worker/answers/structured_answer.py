@@ -15,14 +15,14 @@ from inference.worker.worker_requests import AnswerPrefix
 class Reading:
     """How the answers of one request are parsed.
 
-    `parser` creates a parser for each choice. `shown` are control tokens whose texts the parser gets; `ends` are tokens
+    `parser` creates a parser for each choice. `parsed`: control tokens whose texts the parser gets; `ends`: tokens
     that end an answer in addition to the vocabulary's own. `call_id` creates ids for calls without one. An answer ends
     before a call beyond `max_calls` (None: no limit).
     """
 
     parser: Callable[[], AnswerParser]
     call_id: Callable[[], str]
-    shown: frozenset[int] = frozenset()
+    parsed: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
     max_calls: int | None = None
     after_calls: str = "tool_calls"
@@ -56,12 +56,12 @@ class StructuredGeneration(Generation):
         self._content = 0
         """Characters that the parser classified as content; those that are shown are `_shown`."""
         self._before: int | None = None
-        """Number of characters before the content that is emitted now: reasoning, calls and their markers. An upper
-        bound, because the parser may hold back content; None before such content.
+        """Characters before the present run of content that are not content: reasoning, calls and their markers. Text
+        that the parser holds back counts too, so it may be too high. None outside such a run.
         """
         self._called = False
         self._complete = False
-        self._reasons = False
+        self._in_reasoning = False
         self._reasoning_tokens = 0
         self._undecided = 0
 
@@ -69,15 +69,15 @@ class StructuredGeneration(Generation):
         """Continues an interrupted answer: inside its reasoning as long as it has no content."""
         super().resume(prefix)
         self._reasoning_tokens = prefix.reasoning
-        self._reasons = prefix.reasoning > 0 and not prefix.content
+        self._in_reasoning = prefix.reasoning > 0 and not prefix.content
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """The output for the token, None while it is held back; an output with `finish` is the last."""
         self.tokens += 1
         self._undecided += 1
         is_end = token in self._ends
-        is_shown = token in self._reading.shown
-        piece = b"" if is_end and not is_shown else self._vocabulary.piece(token, special=is_shown)
+        is_parsed = token in self._reading.parsed
+        piece = b"" if is_end and not is_parsed else self._vocabulary.piece(token, special=is_parsed)
         if logprob is not None and not is_end:
             self._score(token, logprob, top)
         if decoded := self._detokenizer.push(piece):
@@ -97,7 +97,7 @@ class StructuredGeneration(Generation):
                 self._take(self._parser.push(rest), drops=drops)
             self._take(self._parser.flush(), drops=drops)
             self._show(self._unseen(self._stops.flush()))
-            if self._reasons:
+            if self._in_reasoning:
                 self._reasoning_tokens += self._undecided
         if self._stops.matched is not None:
             finish = "stop"
@@ -146,10 +146,10 @@ class StructuredGeneration(Generation):
         """Counts reasoning tokens. One token without text after the reasoning counts too, as the mark of its end."""
         if isinstance(part, Reasoning):
             self._reasoning_tokens += self._undecided
-            self._reasons = True
-        elif self._reasons:
+            self._in_reasoning = True
+        elif self._in_reasoning:
             self._reasoning_tokens += min(1, self._undecided - 1)
-            self._reasons = False
+            self._in_reasoning = False
         self._undecided = 0
 
     def _added(self, finish: str | None) -> Output:

@@ -45,9 +45,9 @@ from inference.worker.steps import (
     Operation,
     Phase,
     Remove,
-    Restore,
+    RestoreCheckpoint,
     Row,
-    Save,
+    SaveCheckpoint,
     Store,
     performed,
 )
@@ -335,12 +335,12 @@ class Engine:
                 self._verification.removed(slot, start)
             case Copy():
                 self._backend.copy(operation.source, operation.target, operation.count)
-            case Save():
+            case SaveCheckpoint():
                 operation.checkpoint.state = self._backend.save(operation.slot)
-            case Restore(slot, checkpoint):
+            case RestoreCheckpoint(slot, checkpoint):
                 return self._backend.restore(slot, checkpoint.state, checkpoint.position)
             case Store():
-                self._transfers.save(operation)
+                self._transfers.store_sequence(operation)
             case Load():
                 return self._transfers.load(operation)
             case Fetch():

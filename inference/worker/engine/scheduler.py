@@ -416,7 +416,7 @@ class Scheduler:
         for run in self._running:
             slot = self._slot_of(run)
             if slot.computed in run.stops or (run.generated == 1 and slot.computed == len(run.job.prompt)):
-                self.slots.save(slot)
+                self.slots.save_checkpoint(slot)
 
     def _decoding(self) -> list[Row]:
         """A row for each job with exactly one token to compute."""

@@ -55,15 +55,15 @@ def clear(scheduler: Scheduler, store: SequenceStore | None, tenant: str | None)
 
 
 def pin(scheduler: Scheduler, transfers: SequenceTransfers, ids: Collection[str], seconds: float) -> int:
-    """Pins sequences for `seconds` from now; returns how many were found.
+    """Pins sequences for `seconds` from now, 0 to end their pins; returns how many were found.
 
     Those that are only in slots are stored first, unless a request uses them.
     """
     if (store := transfers.store) is None:
         return 0
     for slot in scheduler.slots.held():
-        if not slot.taken and slot.unsaved and _slot_id(slot) in ids and (operation := scheduler.slots.store(slot)):
-            transfers.save(operation)
+        if not slot.taken and slot.unstored and _slot_id(slot) in ids and (operation := scheduler.slots.store(slot)):
+            transfers.store_sequence(operation)
     found = [sequence for sequence in store.catalog if sequence.id in ids]
     store.pin(found, time.time() + seconds if seconds else 0.0)
     return len(found)

@@ -94,7 +94,7 @@ class SequenceTransfers:
         """Stores a retained sequence; returns False if all are stored, or none can be stored at present."""
         if self.store is None or not self.store.enabled or (operation := self._scheduler.slots.store_one()) is None:
             return False
-        self.save(operation)
+        self.store_sequence(operation)
         return True
 
     def number_in(self, seconds: float) -> int:
@@ -102,7 +102,7 @@ class SequenceTransfers:
         return max(1, int(seconds / max(SHORTEST_SECONDS, max(self._last_seconds, default=math.inf))))
 
     # --- transfers ----------------------------------------------------------------------------------------------------
-    def save(self, operation: Store) -> None:
+    def store_sequence(self, operation: Store) -> None:
         """Copies a slot to the store."""
         assert self.store is not None
         sequence = operation.sequence
@@ -112,7 +112,7 @@ class SequenceTransfers:
         if (hint := sequence.hint) is not None and hint.kind == "pin":
             sequence.pinned_until = sequence.used_at + hint.seconds
         began = self._clock()
-        self.store.save(operation.slot, sequence, operation.checkpoints)
+        self.store.add(operation.slot, sequence, operation.checkpoints)
         self._last_seconds.append(self._clock() - began)
 
     def load(self, operation: Load) -> bool:

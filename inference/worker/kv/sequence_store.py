@@ -13,7 +13,7 @@ from inference.worker_link import KvCounts
 class SequenceStore(Protocol):
     """Moves sequences between the context, host memory and disk. All methods are called on the engine thread.
 
-    `save` and `load` copy at once; the rest of the work is done in the background.
+    `add` and `load` copy at once; the rest of the work is done in the background.
     """
 
     @property
@@ -23,10 +23,10 @@ class SequenceStore(Protocol):
 
     @property
     def enabled(self) -> bool:
-        """Whether sequences can be saved at present."""
+        """Whether sequences can be added at present."""
         ...
 
-    def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+    def add(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if it is not stored.
 
         `checkpoints` belong to `sequence.checkpoints`; those without a state are left out.

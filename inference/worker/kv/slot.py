@@ -65,7 +65,7 @@ class Slot:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def unsaved(self) -> int:
+    def unstored(self) -> int:
         """Tokens that are lost with the slot, 0 if there is a copy of all of them."""
         copy = self.stored
         has_copy = copy is not None and len(copy.tokens) == self.computed and (copy.in_ram or copy.on_disk)

@@ -1,8 +1,8 @@
 """Decides which slot holds which tokens, which prefix a prompt reuses, and which prefix is dropped first.
 
 A slot is one llama.cpp sequence id. It retains its tokens when its job ends, so that a later prompt of the same tenant
-with the same beginning need not compute them. A prefix of another slot is copied. Each slot has its own cells, or all
-share a pool (`Limits.cells`), in which shared cells are counted once per slot.
+with the same beginning need not compute them. A prefix of another slot is copied. Each slot has its own KV cells, or
+all share `Limits.cells` cells, where the cells of a common prefix count once per slot.
 
 Recurrent layers keep only the newest state, and sliding-window layers only the newest tokens. A slot of such a model
 goes back to an earlier position by a checkpoint.
@@ -26,8 +26,8 @@ from inference.worker.steps import (
     Load,
     Operation,
     Remove,
-    Restore,
-    Save,
+    RestoreCheckpoint,
+    SaveCheckpoint,
     Store,
     StoredSequence,
 )
@@ -116,7 +116,7 @@ class Slots:
             choice.stored.wanted = True  # until it is loaded, so that storing another sequence does not remove it
             self._wanted.append(choice.stored)
         for slot, kept in self._displaced(choice):
-            if self._arrives_soon(slot, kept) or not self._store_unsaved(slot, kept):
+            if self._arrives_soon(slot, kept) or not self._store_lost_tokens(slot, kept):
                 return None
         target, (best, shared, checkpoint) = choice.target, choice.reuse
         if choice.stored is not None:
@@ -157,12 +157,12 @@ class Slots:
         slot = slot or min(free, key=self._dispensable, default=None)
         if slot is None:
             return False
-        if not self._store_unsaved(slot, 0):
+        if not self._store_lost_tokens(slot, 0):
             return False
         self._forget(slot, 0)
         return True
 
-    def _store_unsaved(self, slot: Slot, kept: int) -> bool:
+    def _store_lost_tokens(self, slot: Slot, kept: int) -> bool:
         """Stores `slot` before it loses the tokens behind the first `kept`, if they are worth it; False if that has to
         wait.
         """
@@ -175,7 +175,7 @@ class Slots:
         return True
 
     def _clear_cells(self, target: Slot, count: int) -> bool:
-        """Makes cells of the pool free for `count` tokens in `target`; False if that has to wait."""
+        """Makes shared cells free for `count` tokens in `target`; False if that has to wait."""
         while self._limits.cells and self._needed(target) + count > self._limits.cells:
             if not self.shed():
                 return False
@@ -208,7 +208,7 @@ class Slots:
         slots = [
             slot
             for slot in self._slots
-            if not slot.taken and slot.tried < slot.used_at and slot.unsaved >= self._limits.min_copied
+            if not slot.taken and slot.tried < slot.used_at and slot.unstored >= self._limits.min_copied
         ]
         slot = min(filter(self._can_store, slots), key=lambda slot: slot.used_at, default=None)
         return None if slot is None else self._stored(slot)
@@ -262,7 +262,7 @@ class Slots:
         self._operations.append(Remove(slot.number, 0))
         self._emptied(slot)
 
-    def save(self, slot: Slot) -> None:
+    def save_checkpoint(self, slot: Slot) -> None:
         """Takes a checkpoint of the present state, unless an earlier one is near.
 
         A slot with the maximum number of checkpoints drops its least useful one.
@@ -279,7 +279,7 @@ class Slots:
             del kept[least_useful([item.position for item in kept], slot.computed)]
         oldest = max(self._first_position(slot), slot.computed - self._limits.window) if self._limits.window else 0
         kept.append(Checkpoint(slot.computed, oldest))
-        self._operations.append(Save(slot.number, kept[-1]))
+        self._operations.append(SaveCheckpoint(slot.number, kept[-1]))
 
     def _dispensable(self, slot: Slot) -> tuple[bool, int, bool, int]:
         """Sort key; the slot with the smallest key is assigned first: an empty one, else the least recently used one.
@@ -297,7 +297,7 @@ class Slots:
     def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
         """A free slot with more taken neighbors than `target`.
 
-        None if there is none, if a move costs too much, or if the slots share a pool.
+        None if there is none, if a move costs too much, or if the slots share their cells.
         """
         if not self._limits.can_trim or self._limits.min_copied > MAX_MOVED or self._limits.cells:
             return None
@@ -317,7 +317,8 @@ class Slots:
         pays = shared >= self._limits.min_copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.min_copied
-            stays = checkpoint is not None and self._limits.window > 0  # not into a copy, which arrives later
+            # Only its own slot can go back to a checkpoint: the window cells of a copy come with the next batch.
+            stays = checkpoint is not None and self._limits.window > 0
             has_room = not self._limits.cells or self._needed(target) + shared <= self._limits.cells
             if loses_little or stays or (pays and (target.computed or not has_room)):
                 target = best  # a prefix is lost anyway: drop the tail of this one
@@ -384,7 +385,7 @@ class Slots:
 
     def _is_worth_storing(self, slot: Slot, kept: int) -> bool:
         """Whether storing `slot` saves enough computing, if it loses the tokens behind the first `kept`."""
-        return slot.unsaved - kept >= self._limits.min_copied
+        return slot.unstored - kept >= self._limits.min_copied
 
     def _has_no_window(self, slot: Slot) -> bool:
         """Whether `slot` is a copy whose window cells come with the next batch and are not usable before."""
@@ -434,7 +435,7 @@ class Slots:
         self._cut(slot, checkpoint.position)
         slot.checkpoints = [item for item in slot.checkpoints if item.position <= checkpoint.position]
         self._holds_only(slot, checkpoint.oldest)
-        self._operations.append(Restore(slot.number, checkpoint))
+        self._operations.append(RestoreCheckpoint(slot.number, checkpoint))
 
     def _go_back(self, slot: Slot, count: int, checkpoint: Checkpoint | None) -> None:
         """Makes `slot` hold its first `count` tokens.
@@ -445,7 +446,7 @@ class Slots:
             self._restore(slot, checkpoint)
         else:
             self._forget(slot, count)
-            self.save(slot)
+            self.save_checkpoint(slot)
 
     def _copy(self, source: Slot, target: Slot, count: int) -> None:
         self._operations.append(Copy(source.number, target.number, count))

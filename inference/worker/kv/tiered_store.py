@@ -111,7 +111,7 @@ class TieredStore:
     def _can_write(self) -> bool:
         return self._disk is not None and not self._disk.is_paused
 
-    def save(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
+    def add(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if it is not stored.
 
         Sequences with images are not saved, because the numbers of images are valid in this process only.

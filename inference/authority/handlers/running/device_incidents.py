@@ -212,7 +212,7 @@ def refuse_recovery(state: State, device: str) -> InvalidRequestError | None:
 
 
 def renewed(draft: Draft, id: int) -> None:
-    """The helpers of the probes restart, so the device is tried."""
+    """The helpers that read the devices restart, so the device is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
         handle(draft, command.device, Suspected("an operator requested a trial"))

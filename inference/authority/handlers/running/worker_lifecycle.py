@@ -385,7 +385,7 @@ def _counts_as_failure(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> 
     A crash while one request ran alone is attributed to the request.
     """
     quarantine = replicas.first_of(draft.state, draft.model(worker.model)).quarantine
-    is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).is_evidence
+    is_tried = Crash(exit.cause, exit.message, alone=worker.alone is not None).can_confirm
     return (
         exit.cause not in SUSPICIOUS or not is_tried or quarantine.doubted or len(quarantine.in_a_row) >= MAX_IN_A_ROW
     )
