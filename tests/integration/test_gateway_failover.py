@@ -65,7 +65,7 @@ async def _lines(answer: httpx2.Response) -> list[str]:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-async def test_first_candidate_answers_whole_and_streamed(gateway: Gateway, fake: FakeInference) -> None:
+async def test_first_candidate_answers_whole_and_streamed(gateway: Gateway) -> None:
     whole = await gateway.chat()
     assert whole.status_code == 200
     assert whole.json()["choices"][0]["message"]["content"] == "Hello there!"

@@ -70,7 +70,7 @@ async def explained(gateway: Gateway, answer: httpx2.Response) -> dict[str, Any]
     return found
 
 
-async def test_largest_other_model_answers_and_is_named(gateway: Gateway, fake: FakeInference) -> None:
+async def test_largest_other_model_answers_and_is_named(gateway: Gateway) -> None:
     answer = await gateway.chat("big")
     assert (answer.status_code, answer.json()["model"]) == (200, "mid")
     assert answer.headers["x-headgate-model"] == "local/mid"

@@ -1,4 +1,4 @@
-"""Checkpoints with a stub of the driver or a fake: a suspended model is restored, or becomes cold, exactly once."""
+"""Checkpoints with a stub of the driver: a suspended model is restored, or becomes cold, exactly once."""
 
 from __future__ import annotations
 

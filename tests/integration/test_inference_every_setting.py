@@ -392,10 +392,10 @@ async def _devices(bench: Bench) -> None:
 
 @shows("ENABLE_LAZY_MODEL_LOADING")
 async def _load_at_start(bench: Bench) -> None:
-    service = await bench.start({"a": {}, "b": {}}, ENABLE_LAZY_MODEL_LOADING="false")
-    await service.authority.reached(lambda: all(model.loads for model in service.authority.models.values()))
-    service = await bench.start({"a": {}, "b": {}})
-    assert not any(model.running for model in service.authority.models.values())
+    lazy = await bench.start({"a": {}, "b": {}})
+    eager = await bench.start({"a": {}, "b": {}}, ENABLE_LAZY_MODEL_LOADING="false")
+    await eager.authority.reached(lambda: all(model.loads for model in eager.authority.models.values()))
+    assert not any(model.loads for model in lazy.authority.models.values())
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -463,39 +463,45 @@ async def _pressure_levels(bench: Bench) -> None:
         accelerator.used_bytes = 300 * MIB
         environ = {f"PRESSURE_{name.upper()}": "0.2" for name in levels[:number]}
         service = await bench.start({"a": {}}, accelerator=accelerator, **environ)
-        assert service.authority.status  # started
         found = (await ask(service.app, "GET", "/memory/stats")).body
         assert found["per_device"]["gpu-0"]["pressure_level"] == level
 
 
-async def _evicts_under_pressure(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, Any]:
-    """An idle model on a device where others take memory; the device is read ten times a second."""
-    accelerator = SharedDevice()
-    settings_of_test = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false", **environ}
-    service, model = await bench.loaded(accelerator=accelerator, **settings_of_test)
-    accelerator.service, accelerator.foreign_mib = service, foreign_mb
-    return model, service
-
-
 @shows("ENABLE_MEMORY_GOVERNOR")
 async def _pressure_governor(bench: Bench) -> None:
-    model, _ = await _evicts_under_pressure(bench, 850)
-    await model.becomes(ModelState.COLD)
-    model, site = await _evicts_under_pressure(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
-    await site.authority.reached(
-        lambda: site.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level == "critical"
-    )
-    assert model.state is ModelState.READY
+    """Other programs take the memory of a device with an idle model."""
+    more = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false"}
+    for enabled in ("true", "false"):
+        accelerator = SharedDevice()
+        service, model = await bench.loaded(accelerator=accelerator, ENABLE_MEMORY_GOVERNOR=enabled, **more)
+        accelerator.service, accelerator.foreign_mib = service, 850
+        if enabled == "true":
+            await model.becomes(ModelState.COLD)
+            continue
+        await service.authority.reached(lambda service=service: _level(service) == "critical")
+        assert model.state is ModelState.READY
+
+
+def _level(service: Service) -> str:
+    """The pressure of the device that was measured last."""
+    return str(service.authority.state.pressure.history[-1].devices["gpu-0"].pressure_level)
 
 
 @shows("PRESSURE_EAGER", "EVICTION_IDLE_THRESHOLD_SECONDS")
 async def _eager_eviction(bench: Bench) -> None:
-    model, _ = await _evicts_under_pressure(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
-    await model.becomes(ModelState.COLD)
-    for environ in ({"PRESSURE_EAGER": "true"}, {"EVICTION_IDLE_THRESHOLD_SECONDS": "0"}):
-        model, site = await _evicts_under_pressure(bench, 10, **environ)
-        await site.clock.advance(2.0)
-        assert len(site.authority.state.pressure.history) >= 4
+    """An idle model is evicted at MODERATE, although no model waits and foreign use does not grow, with both only."""
+    more = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false"}
+    both = {"PRESSURE_EAGER": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "0"}
+    for environ in (both, *({name: value} for name, value in both.items())):
+        accelerator = SharedDevice(foreign_mib=650)
+        service = await bench.start({"a": {}}, accelerator=accelerator, **more, **environ)
+        accelerator.service, model = service, service.authority.resolve("a")
+        await service.authority.load(model, 10)
+        if environ is both:
+            await model.becomes(ModelState.COLD)
+            continue
+        await service.clock.advance(2.0)
+        assert _level(service) == "moderate"
         assert model.state is ModelState.READY
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -63,7 +62,7 @@ async def test_move_that_does_not_fit_is_refused_with_numbers_and_changes_nothin
             await authority.move(authority.resolve(name), device)
 
 
-async def test_failed_move_returns_the_model_to_its_device(start: Start, tmp_path: Path) -> None:
+async def test_failed_move_returns_the_model_to_its_device(start: Start) -> None:
     behavior = {"a": {"fail_on": {"gpu-1": "oom_load"}}}
     service = await start({"a": {}}, behavior, accelerator=FakeAccelerator(2))
     authority, model = service.authority, service.authority.resolve("a")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from inference.app import Service
 from inference.authority.state import Timing
 from inference.protocol import ModelState
@@ -91,9 +89,7 @@ async def test_request_with_a_partial_answer_fails_and_its_retry_runs_alone(star
     assert (await _chat(service, "BAD")).status == 422
 
 
-async def test_suspected_request_waits_a_limited_time_to_run_alone_and_does_not_block_others(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_suspected_request_waits_a_limited_time_to_run_alone_and_does_not_block_others(start: Start) -> None:
     service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}}, parts={"timing": Timing(alone_seconds=0.1)})
     authority, model = service.authority, service.authority.resolve("a")
     await authority.load(model)

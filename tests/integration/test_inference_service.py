@@ -77,11 +77,6 @@ class Rig:
     def allocated(self) -> float:
         return float(self.ask("/memory/stats")[1]["allocated_mb"])
 
-    def metric(self, prefix: str) -> float:
-        with urllib.request.urlopen(self.service.url + "/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
-
 
 def chat(model: str = "a", **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **more}
