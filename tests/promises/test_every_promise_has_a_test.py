@@ -87,7 +87,7 @@ a client disconnect changes no breaker
 an invalid provider key is not an error of the client; the operator sees it
   promises/test_errors.py test_invalid_key_of_a_provider_is_not_a_401_of_the_client
   unit/test_gateway_outcome.py test_rejected_credentials_or_payment_need_the_operator
-429 closes a deployment for its Retry-After
+429 opens the breaker of a deployment for its Retry-After
   unit/test_gateway_breakers.py test_429_opens_breaker_for_its_retry_after
 breakers have two scopes, and both permits are needed
   unit/test_gateway_breakers.py test_provider_breaker_covers_all_its_models
@@ -154,6 +154,7 @@ a request spills to the next tier when its wait would be too long
 HTTP clients are created in one module
   promises/test_gateway.py test_http_clients_are_created_in_one_module
 images are downloaded from listed hosts only
+  integration/test_gateway_images.py test_no_url_is_fetched_by_default
   unit/test_gateway_images.py test_without_listed_hosts_all_addresses_are_rejected
 the Host is checked on loopback
   integration/test_gateway_http.py test_only_loopback_host_names_are_served_on_loopback

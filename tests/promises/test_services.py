@@ -55,7 +55,7 @@ async def test_every_endpoint_of_the_inference_service_exists(start: Start) -> N
 
 
 async def test_events_begin_with_a_snapshot_have_numbers_and_keep_alives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listener knows missed events and that the service is alive."""
+    """A listener detects missed events, and that the service is alive."""
     assert buses.BEAT_SECONDS == 5.0
     monkeypatch.setattr(buses, "BEAT_SECONDS", 0.01)
     bus = Bus()
@@ -73,11 +73,13 @@ async def test_events_begin_with_a_snapshot_have_numbers_and_keep_alives(monkeyp
 
 
 async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> None:
-    """Other models answer during the load."""
-    service = await start({"a": {}}, {"a": {"load_seconds": 1.0}})
+    """`/readyz` is 200 during the load, and another model answers."""
+    service = await start({"a": {}, "b": {}}, {"a": {"load_seconds": 1.0}})
     loading = asyncio.create_task(service.authority.load(service.authority.resolve("a")))
     await service.authority.resolve("a").becomes(ModelState.LOADING)
     assert (await ask(service.app, "GET", "/readyz", key=None)).status == 200
+    assert (await ask(service.app, "POST", "/v1/completions", {"model": "b", "prompt": "x"})).status == 200
+    assert not loading.done()
     await loading
 
 

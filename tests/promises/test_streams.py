@@ -128,7 +128,7 @@ async def test_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gateway, 
 async def test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarded(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    """They would commit the answer to it. With a timeout of 0.9 s the last tier sends them after 0.3 s."""
+    """They would commit the answer to it. With a timeout of 0.9 s those of the last tier are forwarded after 0.3 s."""
     fake.answers["demo"] = Answer(comments=6, pause=0.1, words=(), error=Code.DEVICE_LOST)
     body = {"model": "both", "stream": True, **BODIES["/v1/chat/completions"]}
     headers = {"x-stainless-read-timeout": "0.9"}
