@@ -60,13 +60,14 @@ async def test_tool_calls_are_equal_whole_and_streamed(running: Tiers, client: o
     assert (whole.done_reason, whole.eval_count) == ("stop", 9) == (streamed[-1].done_reason, streamed[-1].eval_count)
 
 
-async def test_clouds_answer_with_tools_in_the_request(client: ollama.AsyncClient) -> None:
+async def test_clouds_get_the_tools_of_a_request(running: Tiers, client: ollama.AsyncClient) -> None:
     for model in ("gpt", "claude"):
         answer = await client.chat(model, MESSAGES, tools=[LOOK], options={"num_predict": 50, "top_k": 5})
         assert answer.message.content or answer.message.tool_calls
+        assert "look" in json.dumps(running.cloud.records[-1].body["tools"])
 
 
-async def test_embeddings_in_both_forms(client: ollama.AsyncClient) -> None:
+async def test_embed_and_the_older_embeddings_return_vectors(client: ollama.AsyncClient) -> None:
     assert (await client.embed("demo:latest", "a")).embeddings == [[0.5, 0.25]]
     found = await client.embed("vectors", ["a", "b"])
     assert [type(number) for vector in found.embeddings for number in vector[:1]] == [float, float]
@@ -76,10 +77,10 @@ async def test_embeddings_in_both_forms(client: ollama.AsyncClient) -> None:
 async def test_broken_stream_ends_in_an_error(client: ollama.AsyncClient) -> None:
     parts = await client.chat("cut", MESSAGES, stream=True)
     with pytest.raises(ollama.ResponseError, match="interrupted"):
-        assert not [part async for part in parts][-1].done
+        _ = [part async for part in parts]
 
 
-async def test_openapi_document_has_the_paths(running: Tiers) -> None:
+async def test_openapi_document_has_the_paths_of_ollama(running: Tiers) -> None:
     paths = (await running.gateway.client.get("/openapi.json")).json()["paths"]
     assert {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags"} <= paths.keys()
     assert "application/x-ndjson" in paths["/api/chat"]["post"]["responses"]["200"]["content"]

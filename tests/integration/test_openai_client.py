@@ -155,12 +155,13 @@ async def test_raw_and_streaming_responses_show_headers(client: openai.AsyncOpen
     async with client.chat.completions.with_streaming_response.create(
         model="demo", messages=MESSAGES, stream=True
     ) as response:
+        assert response.headers["x-headgate-model"] == "local/demo"
         lines = [line async for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
 
 
-# --- the rest of it ---------------------------------------------------------------------------------------------------
+# --- completions, embeddings and models ------------------------------------------------------------------------------
 async def test_completions_are_equal_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
     whole = await client.completions.create(model="demo", prompt="Once")
     stream = await client.completions.create(model="demo", prompt="Once", stream=True)

@@ -124,9 +124,10 @@ async def test_parallel_function_calls_and_their_outputs_work(
     assert all(call.call_id in sent for call in calls)
 
 
-async def test_reasoning_is_an_encrypted_item_that_is_sent_back(
-    client: openai.AsyncOpenAI, cloud: FakeProvider
+async def test_encrypted_reasoning_can_be_sent_back_to_another_tier(
+    client: openai.AsyncOpenAI, cloud: FakeProvider, fake: FakeInference
 ) -> None:
+    """Its text is in the answer too, but a client may keep the encrypted content only."""
     cloud.answers.set(fake_provider.Answer(text="4", reasoning="2 and 2"))
     include: Any = ["reasoning.encrypted_content"]
     answer = await client.responses.create(model="claude", input="2+2?", include=include)
@@ -136,6 +137,11 @@ async def test_reasoning_is_an_encrypted_item_that_is_sent_back(
     assert thought.content is not None
     assert thought.content[0].text == "2 and 2"
     assert thought.encrypted_content is not None
+    kept: Any = {"type": "reasoning", "id": thought.id, "summary": [], "encrypted_content": thought.encrypted_content}
+    asked: Any = {"role": "user", "content": "Why?"}
+    await client.responses.create(model="demo", input=[kept, message.to_dict(), asked])
+    restored = {"role": "assistant", "reasoning_content": "2 and 2", "content": "4"}
+    assert fake.seen[-1].body["messages"] == [restored, asked]
     events = await events_of(client, model="claude", include=include)
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "2 and 2"
 
@@ -161,7 +167,7 @@ async def test_function_arguments_are_parsed_by_the_client(client: openai.AsyncO
         final = await stream.get_final_response()
     call = final.output[0]
     assert call.type == "function_call"
-    assert json.loads(call.arguments) == {"a": 7, "b": 7}
+    assert call.parsed_arguments == {"a": 7, "b": 7}
     assert deltas[-1].snapshot == call.arguments
     assert (await cloud.record()).body["tool_choice"] == "required"
 
@@ -200,9 +206,7 @@ async def test_image_data_is_sent_to_the_tier_and_an_unlisted_url_is_refused(
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
-async def test_response_can_be_continued_read_and_deleted(
-    gateway: Gateway, client: openai.AsyncOpenAI, fake: FakeInference
-) -> None:
+async def test_response_can_be_continued_read_and_deleted(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     first = await client.responses.create(model="demo", input="One", instructions="Be brief.")
     events = await events_of(client, input="Two", previous_response_id=first.id)
     second = events[-1].response
@@ -263,10 +267,8 @@ async def test_conversations_are_not_in_logs_or_records(
     assert not [line for line in ours if "canary" in line]
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-async def test_broken_stream_has_a_failed_event_and_raises_in_the_helper(
-    client: openai.AsyncOpenAI, gateway: Gateway
-) -> None:
+# --- errors and special cases -----------------------------------------------------------------------------------------
+async def test_broken_stream_has_a_failed_event_and_raises_in_the_helper(client: openai.AsyncOpenAI) -> None:
     stream: Any = await client.responses.create(model="cut", input="one two three four", stream=True)
     events = []
     with pytest.raises(openai.APIError) as caught:
@@ -347,8 +349,13 @@ async def test_error_of_the_inference_service_names_the_field_of_the_responses_a
 
 
 async def test_progress_comments_are_not_events(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(comments=2)
-    events = await events_of(client)
+    """They are in the stream: with a timeout of 1.5 s the gateway forwards them after 0.5 s."""
+    fake.answers["demo"] = Answer(comments=10, pause=0.1)
+    impatient = client.with_options(timeout=1.5)
+    create = impatient.responses.with_streaming_response.create
+    async with create(model="demo", input="Hi", stream=True) as response:
+        assert [line async for line in response.iter_lines() if line.startswith(": headgate")]
+    events = await events_of(impatient)
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
@@ -373,7 +380,7 @@ async def test_synchronous_client_and_raw_answers_work(gateway: Gateway) -> None
 
 
 async def test_frames_have_one_event_type_and_one_line_of_data(gateway: Gateway) -> None:
-    """Without the client: one event type and one line of data per frame."""
+    """Read without the client, which would accept other frames too."""
     async with httpx2.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {KEY}"}) as plain:
         answer = await plain.post("/v1/responses", json={"model": "demo", "input": "Hi", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

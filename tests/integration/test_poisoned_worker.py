@@ -24,7 +24,7 @@ TOKEN = "canary-token-90c2"
 TEXTS = ("Tell me of a canary mill.", "Tell me of a canary river.")
 CULPRIT = f"This canary {MARK}."
 REPORTS = (("POST", "/memory/dump"), ("GET", "/models/m/crashes"), ("GET", "/quarantine"), ("GET", "/v1/models/m"))
-"""Where operators read what went wrong."""
+"""Where operators read about failures."""
 
 
 def _chat(service: Service, text: str, **more: Any) -> asyncio.Task[Answer]:
@@ -64,7 +64,7 @@ async def test_other_requests_are_answered_when_a_prompt_aborts_the_worker(
         reports = [await _reports(service)]
         os.kill(pid, signal.SIGCONT)
         refused, *answers = await asyncio.gather(culprit, *neighbors)
-        # before or after a first comment
+        # An error frame if a comment was sent before, else the body of an error status.
         body = refused.body if refused.status == 200 else json.dumps(refused.body).encode()
         assert b'"code":"poison_request"' in body.replace(b": ", b":")
         assert [answer.status for answer in answers] == [200, 200]

@@ -37,13 +37,13 @@ def nodes(tmp_path: Path) -> Iterator[RayNodes]:
 
 
 class Watch:
-    """The process that the gateway reads."""
+    """The process that tells a gateway the nodes of a cluster."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def until(self, *names: str) -> dict[str, dict[str, str]]:
-        """The membership as soon as it consists of `names`."""
+        """The nodes by name, as soon as they are exactly `names`."""
         assert self._process.stdout is not None
         while True:
             assert select.select([self._process.stdout], [], [], 60)[0], f"no membership of {names}"

@@ -1,4 +1,4 @@
-"""Two replicas of one model on two simulated devices: both are used, one crash takes one, scale-down drains."""
+"""Two replicas of one model on two simulated devices: both are used, a crash ends one, a smaller number drains one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_resumed_answer_equals_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_resumed_answer_with_joined_tokens_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    """The number of frames varies, except for the first two."""
+    """Cuts after the first and the second frame; how many frames follow differs from answer to answer."""
     with Proof(tmp_path, interval="3ms") as proof:
         cuts = [cut for way in ("cut", "kill") for cut in proof.cuts("demo", "Why is the sky blue?", way, most=2)]
     assert {cut.way for cut in cuts} == {"cut", "kill"}

@@ -18,7 +18,7 @@ ROUTES = 'routes: {"*": {chain: ["local/*"]}}\n'
 CLIENT_SPAN = "00f067aa0ba902b7"
 SERVER, CLIENT = 2, 3
 CLOCKS_NS = 20_000_000
-"""Difference between the clocks of the processes."""
+"""The largest difference between the clocks of the processes."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def collector() -> Iterator[TraceCollector]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) -> Iterator[Stack]:
-    """The inference service exports to the collector, the gateway too."""
+    """Both services export to the collector."""
     env = collector.environment
     stack = Stack(tmp_path_factory.mktemp("traces"), MODELS, ROUTES, inference_env=env, gateway_env=env).start()
     yield stack
@@ -87,9 +87,9 @@ def test_one_trace_leads_from_the_client_to_the_tokens(stack: Stack, collector: 
 
 
 def test_a_failed_request_of_the_client_is_no_failure_of_the_gateway(stack: Stack, collector: TraceCollector) -> None:
-    """An unknown model is no failure of the gateway; the explain record names the trace.
+    """A request for an unknown model: its span has no error, and the explain record names the trace.
 
-    Before it, a trace that the client does not record: the services do not record it either.
+    The request before it has a trace that the client does not record. The services do not record it either.
     """
     unrecorded, trace = "5bf92f3577b34da6a3ce929d0e0e4736", "6bf92f3577b34da6a3ce929d0e0e4736"
     ask(stack, unrecorded, flags="00")

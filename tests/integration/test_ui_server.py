@@ -57,7 +57,7 @@ async def test_page_and_its_files_have_strict_headers(gateway: Gateway) -> None:
 
 
 async def test_changed_file_with_the_old_time_and_size_is_sent_again(tmp_path: Path) -> None:
-    """As after an update with a build that sets the times of its files."""
+    """As after an update from a build that gives all files the same time."""
     files, path = PageFiles(tmp_path), tmp_path / "app.js"
 
     async def get(**headers: str) -> tuple[int, str]:
@@ -155,7 +155,7 @@ async def test_session_and_stream_end_with_their_key(
 
 
 # --- rights ----------------------------------------------------------------------------------------------------------
-async def test_key_without_admin_reads_its_own_and_changes_nothing(gateway: Gateway) -> None:
+async def test_key_without_admin_reads_its_own_requests_and_changes_nothing(gateway: Gateway) -> None:
     async with Page.signed_in(gateway.url, KEY) as page, Page.signed_in(gateway.url, ADMIN) as admin:
         others = await gateway.client.post(
             "/v1/chat/completions",
@@ -293,7 +293,7 @@ async def test_page_that_reads_too_slowly_gets_a_new_snapshot(
     feed.add_entry(entry)
 
 
-async def test_live_tasks_run_only_while_a_page_is_open(gateway: Gateway, fake: FakeInference) -> None:
+async def test_live_tasks_run_only_while_a_page_is_open(gateway: Gateway) -> None:
     def names() -> set[str]:
         return {task.get_name() for task in asyncio.all_tasks()} & {"live-feed", "live-figures"}
 
@@ -304,7 +304,7 @@ async def test_live_tasks_run_only_while_a_page_is_open(gateway: Gateway, fake: 
         await until("the loop has ended", lambda: names() == set())
 
 
-async def test_streams_end_when_the_gateway_stops(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_end_when_the_gateway_stops(gateway: Gateway) -> None:
     async with Page.signed_in(gateway.url, ADMIN) as page, page.listening():
         gateway.runtime.end_streams()
         await page.ended()
@@ -320,7 +320,7 @@ async def test_number_of_pages_is_limited(gateway: Gateway, monkeypatch: pytest.
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
 
-async def test_actions_check_their_arguments(gateway: Gateway, fake: FakeInference) -> None:
+async def test_actions_check_their_arguments(gateway: Gateway) -> None:
     async with Page.signed_in(gateway.url, ADMIN) as page:
         for path, body, status, param in (
             ("models/none/load", {}, 404, "model"),
@@ -363,7 +363,7 @@ async def test_plan_for_a_replica_is_about_this_replica(gateway: Gateway, fake: 
 
 
 async def test_plan_with_a_service_without_models_names_the_model(gateway: Gateway, fake: FakeInference) -> None:
-    """The service answers, so the error is not that it does not."""
+    """The error is not the one of a service that does not answer."""
     fake.models.clear()
     await gateway.look()
     async with Page.signed_in(gateway.url, ADMIN) as page:
