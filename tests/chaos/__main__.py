@@ -26,7 +26,7 @@ BREAKS: dict[str, tuple[Kind, ...]] = {
     "shared_tenant": (Kind.BURST,),
     "unverified_states": (Kind.KV_DAMAGE,),
 }
-"""The faults that reveal each defect; few, so that five runs take minutes."""
+"""The faults that reveal each defect; few, so that all these runs take minutes."""
 
 
 def _small(plant: str, seed: int) -> Settings:

@@ -1,4 +1,4 @@
-"""Seven defects that the suite must find. Each replaces one function of a service."""
+"""Defects that the suite must find. Each replaces one function of a service."""
 
 from __future__ import annotations
 

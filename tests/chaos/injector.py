@@ -28,19 +28,19 @@ from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
 TRIES_SECONDS = 300.0
-"""A fault whose target is away (a killed service, a lost device) is repeated within this time."""
+"""A fault that fails because its target is away (a killed service, a lost device) is tried again for this time."""
 DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past")
 GROWTH_BYTES = 8 * 2**20
 SAVED_SECONDS = 0.3
 """A worker saves a sequence within this time after its answer, if it has nothing else to do."""
 ASKED_SECONDS = 0.2
-"""The most time between requests and the end of a replica that may have them."""
+"""The longest time between four requests and the kill of a replica that may have them."""
 END_BYTES = 128
-"""At the end of a stored sequence, with sizes and padding."""
+"""Sizes and padding at the end of a stored sequence, which the damage `values` does not change."""
 AFTERMATH_SECONDS = 4.0
 """Time after the end of a fault in which an answer that ran during it may break."""
 SEEN_SECONDS = 20.0
-"""Time until the service shows a sign of the driver, including a call that hangs."""
+"""Time until the service shows an error of the driver, including a call that hangs."""
 ILL = frozenset({"lost", "draining", "quarantined", "probing"})
 ERRORS = ("driver-reset", "driver-replaced", "out-of-reach", "hung-driver", "unlisted")
 XIDS = (
@@ -56,7 +56,7 @@ _MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError
 
 @dataclass(slots=True)
 class Done:
-    """A fault that took effect; `took_seconds` from the decision until then."""
+    """A fault that took effect: `took_seconds` is the time of the successful try, with the duration of the fault."""
 
     event: Event
     at: float
@@ -150,7 +150,7 @@ class Injector:
     async def _replica_kill(self, event: Event) -> str:
         """kill -9 of one of two ready replicas, under requests and before one: none has a second tier."""
         async with contextlib.AsyncExitStack() as held:
-            for name in sorted(DEVICES):  # both have to stay as they are
+            for name in sorted(DEVICES):  # no other fault changes a device meanwhile
                 await held.enter_async_context(self._held[name])
             for name, one in (await self.system.simulator("status")).items():
                 if one["lost"]:
@@ -214,8 +214,12 @@ class Injector:
 
     # --- devices ----------------------------------------------------------------------------------------------------
     async def _on(self, device: str) -> list[str]:
-        """The models on a device."""
-        return [name for name, one in (await self.system.models()).items() if device in one.devices]
+        """The models on a device, or all of them while the service is away."""
+        try:
+            models = await self.system.models()
+        except _MISSED:
+            return list(MODELS)
+        return [name for name, one in models.items() if device in one.devices]
 
     async def _device_cut(self, event: Event) -> str:
         async with self._held[event.device]:
@@ -234,7 +238,12 @@ class Injector:
         return event.device
 
     async def _cut(self, device: str) -> list[str]:
-        """Cuts a device; returns its models."""
+        """Cuts a device; returns its models.
+
+        It succeeds at the first try, also while the service is away. A repeated cut would come after the planned return
+        of the device: nothing returns it then, and when the other device is cut too, no model can be loaded. The faults
+        that need a loaded model would take all places, and the returns that are planned after them could not start.
+        """
         models, start = await self._on(device), self.clock()
         status = await self.system.simulator("cut", device)
         models += await self._on(device)
@@ -408,7 +417,7 @@ class Injector:
             chosen = [path for path in self.system.kv_files() if _damaged(path, damage, luck)]
             if not chosen:
                 raise LookupError("no sequence is stored on disk")
-            with contextlib.suppress(httpx2.HTTPStatusError):  # another fault is in the way
+            with contextlib.suppress(httpx2.HTTPStatusError):  # another fault prevents the load
                 await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
             await asyncio.sleep(SAVED_SECONDS)  # until the worker has read the directory
             after = await self.load.ask(ask)

@@ -65,11 +65,8 @@ class Outcome:
     tier: str = ""
     answered_by: str = ""
     attempts: int = 0
-    reason: str = ""
     done: bool = False
     finishes: int = 0
-    clean: bool = True
-    """Whether the body ended normally."""
     endless: bool = False
     """Sent to local tiers only, because it continues past the end of an answer."""
     prompt: str = ""
@@ -212,12 +209,12 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
                 yield "a complete stream ends in [DONE]"
         case End.REFUSED:
             if outcome.code is None:
-                yield "an error says its code"
+                yield "an error has a code"
             if facts.backs(outcome) and not facts.was_out(outcome) and not facts.looks_like_poison(outcome):
                 yield "with a tier to fall back to, no request fails before its first token"
         case End.ERROR_FRAME:
             if outcome.code is None:
-                yield "an error says its code"
+                yield "an error has a code"
             if outcome.first_token is None and facts.backs(outcome) and not facts.was_out(outcome):
                 yield "with a tier to fall back to, no request fails before its first token"
             elif not facts.explains(outcome) and not facts.was_out(outcome):
@@ -228,7 +225,7 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
             if not facts.was_out(outcome):
                 yield "a connection breaks only with the gateway"
         case End.SILENT:
-            yield "no request waits for ever"
+            yield "every request ends in time"
         case End.STRANGE:
             yield "an answer keeps to the protocol"
     fails_early = outcome.end is not End.COMPLETE and outcome.first_token is None

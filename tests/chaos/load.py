@@ -18,16 +18,17 @@ import openai
 from tests.chaos.judge import End, Outcome
 from tests.rigs.fault_runs import Users
 
-PATIENCE_SECONDS = 60.0
+CLIENT_TIMEOUT_SECONDS = 60.0
 """Longer than any wait or silence that the gateway allows in the configuration of the suite."""
-NOBODY_THERE_SECONDS = 0.7
-"""Delay of a user before a retry after a broken connection."""
+RECONNECT_SECONDS = 0.7
+"""Delay of a user before the next request after a broken connection."""
 ENDLESS_TOKENS = 400
 """This number of tokens is always generated: the demo models cannot end their answer before."""
 _TAIL_BYTES = 64
 TURNS, TURN_WORDS, KEPT = 3, 24, 10
 """Turns of a conversation, words of a question, and conversations that a tenant continues."""
 SPYING = 0.3
+"""Share of requests with which the second tenant repeats a conversation of the first one."""
 _WORDS = (
     "river", "mill", "gate", "water", "morning", "tree", "stone", "road", "house", "bread", "wind", "night", "star",
 )  # fmt: skip
@@ -36,10 +37,9 @@ _QUESTIONS = ("What is a mill?", "Tell me about water.", "How does a gate work?"
 
 @dataclass
 class Wire:
-    """The end of the body of an answer, and whether it ended normally."""
+    """The end of the body of an answer."""
 
     tail: bytes = b""
-    ended: bool = False
 
 
 class _Body(httpx2.AsyncByteStream):
@@ -50,7 +50,6 @@ class _Body(httpx2.AsyncByteStream):
         async for piece in self._inner:
             self._wire.tail = (self._wire.tail + piece)[-_TAIL_BYTES:]
             yield piece
-        self._wire.ended = True
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -117,7 +116,7 @@ class Load(Users):
         """`keys`: one for each tenant."""
         super().__init__()
         self._tap = Tap()
-        http = httpx2.AsyncClient(transport=self._tap, timeout=httpx2.Timeout(PATIENCE_SECONDS))
+        http = httpx2.AsyncClient(transport=self._tap, timeout=httpx2.Timeout(CLIENT_TIMEOUT_SECONDS))
         self._clients = [
             openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, http_client=http) for key in keys
         ]
@@ -147,7 +146,7 @@ class Load(Users):
     async def _user(self, luck: random.Random) -> None:
         while not self._stopping.is_set():
             outcome = await self.ask(self.draw(luck))
-            await self._pause(luck.uniform(0.02, 0.4) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0))
+            await self._pause(luck.uniform(0.02, 0.4) + (RECONNECT_SECONDS if outcome.end is End.BROKEN else 0.0))
 
     async def _talk(self, luck: random.Random, tenant: int) -> None:
         """Goes on with conversations in random order. The second tenant also repeats what the first one has sent."""
@@ -166,7 +165,7 @@ class Load(Users):
             if not tenant and has_ended and conversation is not None and conversation not in seen:
                 seen.add(conversation)  # it is repeated by the other tenant only once
                 self._spoken = [*self._spoken[-KEPT:], conversation]
-            await self._pause(luck.uniform(0.02, 0.3) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0))
+            await self._pause(luck.uniform(0.02, 0.3) + (RECONNECT_SECONDS if outcome.end is End.BROKEN else 0.0))
 
     def conversation(self, luck: random.Random) -> Conversation:
         """A new conversation."""
@@ -208,7 +207,7 @@ class Load(Users):
         """Sends a request and returns how it ended."""
         outcome = outcome or self._new(ask)
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS * 2):
+            async with asyncio.timeout(CLIENT_TIMEOUT_SECONDS * 2):
                 await (self._streamed if ask.stream else self._whole)(ask, outcome)
         except (openai.APITimeoutError, httpx2.TimeoutException, TimeoutError) as error:
             outcome.end, outcome.detail = End.SILENT, repr(error)
@@ -222,7 +221,7 @@ class Load(Users):
             outcome.end, outcome.detail = End.STRANGE, repr(error)
         finally:
             wire = self._tap.wires.pop(outcome.id, Wire())
-            outcome.done, outcome.clean = b"[DONE]" in wire.tail, wire.ended
+            outcome.done = b"[DONE]" in wire.tail
             outcome.ended = self._clock()
             self.outcomes.append(outcome)
             del self.open[outcome.id]
@@ -296,7 +295,6 @@ def _note_headers(outcome: Outcome, headers: Any) -> None:
     outcome.tier = headers.get("x-headgate-tier", "")
     outcome.answered_by = headers.get("x-headgate-model", "")
     outcome.attempts = int(headers.get("x-headgate-attempts") or 0)
-    outcome.reason = headers.get("x-headgate-reason", "")
 
 
 def _note_tokens(outcome: Outcome, answer: Any) -> None:

@@ -32,7 +32,6 @@ class Machine:
         self._turn = threading.Lock()
         self._written = ""
         self._ended = threading.Event()
-        self.troubled: set[str] = set()
         self.cut: set[str] = set()
         """Devices that stay cut when other faults end."""
 
@@ -67,14 +66,12 @@ class Machine:
         """Starts one of TROUBLES."""
         with self._turn:
             self._sim.strike(trouble, device)
-            self.troubled.add(trouble)
             self._write()
 
     def restore(self) -> None:
         """Ends all troubles; cut devices stay cut."""
         with self._turn:
             self._sim.restore()
-            self.troubled.clear()
             for device in self.cut:
                 self._sim.tell("cut", device)
             self._write()

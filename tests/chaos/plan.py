@@ -7,7 +7,6 @@ seed gives the same run.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -101,9 +100,3 @@ def _deck(luck: random.Random, kinds: Sequence[Kind]) -> list[Kind]:
         first, second = sorted((deck.index(Kind.DEVICE_CUT), deck.index(Kind.DEVICE_RETURN)))
         deck[first], deck[second] = Kind.DEVICE_CUT, Kind.DEVICE_RETURN
     return deck
-
-
-def shares(found: Sequence[Event]) -> dict[Kind, float]:
-    """The share of each kind among the events."""
-    counts = Counter(event.kind for event in found)
-    return {kind: count / len(found) for kind, count in counts.items()}

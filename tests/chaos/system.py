@@ -68,7 +68,7 @@ KEYS = ("chaos-first", "chaos-second")
 KV_RAM_GB = 1 / 64
 """The smallest amount that is divided among models."""
 KV_DISK_BYTES = 12 * 2**20
-INFERENCE_ENV = {
+SERVICE_ENV = {
     "INFERENCE_WORKER_SILENCE_SECONDS": "6",
     "INFERENCE_STEP_TIMEOUT_SECONDS": "20",
     "INFERENCE_DRAIN_SECONDS": "5",
@@ -105,7 +105,7 @@ class System(Clients):
         )
         tied = {child_process.PARENT_ENV: str(os.getpid())}
         path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        env = private_env(self.root, {**INFERENCE_ENV, **self.disk.env, **self.machine.env, **path, **tied})
+        env = private_env(self.root, {**SERVICE_ENV, **self.disk.env, **self.machine.env, **path, **tied})
         argv = [sys.executable, *self._words, *map(str, options)]
         return Service(argv, env, self.root, self.gateway_port, "up")
 

@@ -80,7 +80,7 @@ class Watch:
         for text in unbalanced(devices):
             self._violate("every account adds up", text)
         for text in on_cpu(models):
-            self._violate("no model is on the CPU by surprise", text)
+            self._violate("no model runs on the CPU", text)
         for text in self._holdings.note(unowned(dump), now):
             self._violate("no byte is leaked in any ledger", text)
         for text in self._stuck.note(waiting(models), now):
