@@ -49,11 +49,12 @@ OCCUPY_SECONDS = 1.0
 HELD_SECONDS = 0.4
 """Duration of a failing request: long enough for others to overlap."""
 MAX_PAUSE_SECONDS = 40.0
-"""The longest time without a probe: it is multiplied by 8 for each recovery that proved false."""
+"""Time until the next probe. It grows with each false recovery: an open period that a probe ended, with a failure
+after it."""
 OBSERVED_SECONDS = 4.0
 """Several open periods of a breaker."""
 SHARED_SECONDS = 1.5
-"""Longer than a heartbeat: each gateway knows the use of a key at the others."""
+"""Longer than the interval at which gateways report to the store: each knows the requests of a key at the others."""
 ASKED_PER_GATEWAY = 8
 """Requests with a limited key; all together more than it may send."""
 FAILING = (b"POST /v1/chat/completions ",)
@@ -61,7 +62,7 @@ FAILING = (b"POST /v1/chat/completions ",)
 
 @dataclass
 class Injector:
-    """`clock` is that of the run. `done` counts the faults that took effect, `figures` has what was measured."""
+    """`clock` is that of the run. `done` counts the faults that took effect; other fields hold what was measured."""
 
     fleet: Fleet
     load: Load
@@ -149,7 +150,7 @@ class Injector:
                     self.facts.troubles.append(Trouble(name, start, end, number))
 
     async def _occupy(self, name: str, gateways: Sequence[int]) -> None:
-        """Returns when the node answers something for one of these gateways, or soon after."""
+        """Returns when the node answers a request of one of these gateways, or after OCCUPY_SECONDS."""
         prompts = range(len(self.load.prompts))
         asked = [self.load.start(number, prompt) for number in gateways for prompt in random.sample(prompts, 2)]
         with contextlib.suppress(AssertionError):
@@ -245,7 +246,7 @@ class Injector:
         await self._gateway_restarted(event.gateways[0])
 
     async def _gateway_restarted(self, number: int) -> None:
-        """A gateway that ends after SIGTERM answers what it has."""
+        """A gateway that ends after SIGTERM answers the requests that it has."""
         async with self._gateways[number]:
             start = self.clock()
             await self.fleet.stop(self.fleet.gateways[number].service, signal.SIGTERM)
@@ -295,7 +296,7 @@ class Injector:
     # --- what the gateways share ---------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def _whole(self) -> AsyncIterator[None]:
-        """The store and all gateways are there."""
+        """The store and all gateways run, and no other fault touches them."""
         async with contextlib.AsyncExitStack() as held:
             for lock in (self._store, *self._gateways):
                 await held.enter_async_context(lock)
@@ -312,7 +313,7 @@ class Injector:
                 link.failing, link.hold, link.failed = FAILING, HELD_SECONDS, []
             try:
                 await until(f"the breaker of {name} is open at all gateways", lambda: self._opened(name), seconds=30.0)
-                await asyncio.sleep(HELD_SECONDS + 0.2)  # what was sent before
+                await asyncio.sleep(HELD_SECONDS + 0.2)  # earlier requests end
                 since = asyncio.get_running_loop().time()
 
                 async def probes() -> list[tuple[float, float]]:
@@ -348,7 +349,10 @@ class Injector:
             self._violate(judge.LIMITED, f"{admitted} admitted in {seconds:.2f} s of {LIMIT_PER_MINUTE} to {most}")
 
     async def _limits_alone(self, event: Event) -> None:
-        """Without the store they admit one part more at most, each its own; the store then knows all of them."""
+        """Without the store each gateway admits its own part of the limit, in all at most one part more than the limit.
+
+        When the store is back, it has the requests that were admitted without it.
+        """
         key = limited_key(next(self._keys))
         async with self._whole():
             began = self.clock()

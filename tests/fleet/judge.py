@@ -9,9 +9,9 @@ from tests.chaos.judge import SLACK_SECONDS, End, Violation
 
 WHOLE_ANSWER = "a complete answer is the one of an undisturbed node"
 NOT_LOST = "no request is lost that another node can answer"
-HAS_CODE = "an error says its code"
+HAS_CODE = "an error has a code"
 NOT_CUT = "a stream is never cut silently"
-ENDS = "no request waits for ever"
+ENDS = "every request ends in time"
 CONNECTED = "a connection breaks only with its gateway"
 PROTOCOL = "an answer keeps to the protocol"
 ONE_PROBE = "an open breaker has one probe in the whole fleet"

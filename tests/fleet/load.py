@@ -17,7 +17,7 @@ from tests.fleet.judge import NEW, Outcome
 from tests.fleet.system import KEY, MODEL, TOTAL_SECONDS, Fleet
 from tests.rigs.fault_runs import Users
 
-PATIENCE_SECONDS = TOTAL_SECONDS + 15.0
+CLIENT_TIMEOUT_SECONDS = TOTAL_SECONDS + 15.0
 """Longer than a gateway lets a request wait for its first token, and then be silent."""
 ANSWER_TOKENS, MIN_TOKENS = 24, 10
 SURE = 0.5
@@ -73,7 +73,7 @@ class Load(Users):
         super().__init__()
         self._fleet, self.prompts, self._clock, self._seed = fleet, known, clock, seed
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
-        self._http = httpx2.AsyncClient(timeout=httpx2.Timeout(PATIENCE_SECONDS), limits=limits)
+        self._http = httpx2.AsyncClient(timeout=httpx2.Timeout(CLIENT_TIMEOUT_SECONDS), limits=limits)
         self._numbers = itertools.count(1)
         self.outcomes: list[Outcome] = []
         self.open: dict[str, Outcome] = {}
@@ -111,7 +111,7 @@ class Load(Users):
 
     async def _run(self, outcome: Outcome) -> Outcome:
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(CLIENT_TIMEOUT_SECONDS):
                 await self._ask(outcome)
         except (httpx2.TimeoutException, TimeoutError) as error:
             outcome.end, outcome.detail = End.SILENT, repr(error)

@@ -219,7 +219,7 @@ class Fleet:
         await self._http.aclose()
 
     async def start_store(self, *, empty: bool = False) -> None:
-        """Starts the Redis server, with what it had or without."""
+        """Starts the Redis server with its earlier data, or `empty`."""
         if empty:
             shutil.rmtree(self.store.root / "data")
             (self.store.root / "data").mkdir()
