@@ -23,7 +23,7 @@ from tests.rigs.asgi import Answer, ask
 from tests.rigs.damaged_gguf import Damaged
 
 CHOSEN = ("cut-tensor-list", "tensor-missing", "tokens-fewer", "merges-in-a-circle")
-"""Part of the normal run: files that the header check refuses, that llama.cpp refuses or aborts on, and valid ones."""
+"""The files of the normal run: some are refused by the header check or by llama.cpp, others can be loaded."""
 HELLO = {"content": "hello"}
 SECONDS = 120.0
 REFUSED = {
@@ -41,7 +41,7 @@ def chosen() -> Sequence[Damaged]:
 
 
 class Fuzzed:
-    """A service on the CPU with damaged models and a good one; every request kind is sent to each."""
+    """A service on the CPU with damaged models and a good one."""
 
     def __init__(self, root: Path, damaged: Sequence[Damaged]) -> None:
         self.files = root / "files"

@@ -1,7 +1,7 @@
 """Requests generated from both OpenAPI documents, valid and invalid: an answer or a clear error, never a 500.
 
-schemathesis generates the same requests in every run. They go to all services with real workers, and use the names
-of the configured models.
+schemathesis generates the same requests in every run, with the names of the configured models. They go to a gateway and
+to an inference service with real workers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from schemathesis import Case
 
 ENDLESS = {"/events"}
-"""Endless, so not read to the end."""
+"""Paths whose answers do not end; they are left out."""
 BUSY = {503, 504}
-"""Allowed codes of a 5xx: the model is not available. Anything else is a defect."""
+"""Statuses from 500 on that are no defect: the model is not available."""
 ANTHROPICS = "/v1/messages"
 CODES = {*Code, "thread_unsupported_request"}
 """The codes of the gateway, and the one of Anthropic that its clients use."""
@@ -80,7 +80,7 @@ def narrowed(described: dict[str, Any], models: list[str]) -> dict[str, Any]:
 
 
 def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[Case]:
-    """`most` valid requests for every operation that ends, and as many invalid ones if there is time.
+    """`most` valid requests for every operation that ends, and with FUZZ_EXAMPLES as many invalid ones.
 
     The import is local because it takes over a second.
     """
@@ -161,22 +161,22 @@ JUDGED = {
     "answered": ("/v1/x", 200, b"", True),
     "refused": ("/v1/x", 400, ENVELOPE, True),
     "busy": ("/v1/x", 503, ENVELOPE, True),
-    "crashed": ("/v1/x", 500, ENVELOPE, False),
-    "cut off": ("/v1/x", 502, ENVELOPE, False),
-    "locked out": ("/v1/x", 401, ENVELOPE, False),
-    "naked": ("/v1/x", 400, NAKED, False),
+    "failed": ("/v1/x", 500, ENVELOPE, False),
+    "bad gateway": ("/v1/x", 502, ENVELOPE, False),
+    "unauthorized": ("/v1/x", 401, ENVELOPE, False),
+    "without an envelope": ("/v1/x", 400, NAKED, False),
     "unprocessable": ("/v1/x", 422, NAKED, False),
     "no JSON": ("/v1/x", 404, b"Not Found", False),
     "anthropic": ("/v1/messages", 400, THEIRS, True),
-    "anthropic crashed": ("/v1/messages", 500, THEIRS, False),
-    "anthropic without a name": ("/v1/messages", 400, NAMELESS, False),
+    "anthropic failed": ("/v1/messages", 500, THEIRS, False),
+    "anthropic without a request id": ("/v1/messages", 400, NAMELESS, False),
     "openai's to anthropic's": ("/v1/messages", 400, ENVELOPE, False),
     "anthropic's to openai's": ("/v1/x", 400, THEIRS, False),
 }
 
 
 @pytest.mark.parametrize(("path", "status", "content", "is_fine"), JUDGED.values(), ids=JUDGED)
-def test_defects_are_detected(path: str, status: int, content: bytes, is_fine: bool) -> None:
+def test_answer_is_judged_by_its_status_and_its_envelope(path: str, status: int, content: bytes, is_fine: bool) -> None:
     case = SimpleNamespace(method="POST", path=path, formatted_path=path, query=None, body=None)
     answer = SimpleNamespace(status_code=status, content=content, headers={})
     assert (complaint(case, answer) is None) is is_fine

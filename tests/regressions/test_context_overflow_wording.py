@@ -223,7 +223,7 @@ async def test_clients_recognise_context_overflow_by_the_text_of_the_exception(
 
 @pytest.mark.timeout(60)
 async def test_context_overflow_within_a_stream_keeps_its_message(gateway: Gateway, fake: FakeInference) -> None:
-    """A cold model refuses after progress comments were sent, so the error is a frame."""
+    """The error comes after the first token of the answer, so it is a frame."""
     words = context_overflow(10, "the messages take 20 tokens")
     fake.answers["demo"] = Answer(words=("Hi",), finish=None, error=Code.CONTEXT_LENGTH_EXCEEDED, message=words)
     await gateway.look()

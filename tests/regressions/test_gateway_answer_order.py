@@ -24,12 +24,6 @@ WHOLE = _chunk("demo", True, text="Hi") + _chunk("demo", True, finish="stop")
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference() as service:
-        yield service
-
-
-@pytest.fixture
 async def slow_to_end() -> AsyncIterator[str]:
     """The address of a cloud whose bodies end 30 ms after `[DONE]`."""
 

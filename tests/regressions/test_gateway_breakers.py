@@ -180,7 +180,6 @@ async def _expect_next_tier_while_silent(rig: Gateway, cloud: FakeProvider) -> N
 
 
 CRASH = judge(Observation(UpstreamKind.ERROR_FRAME, status=503, code="model_failed", is_local=True))
-CUT = judge(Observation(UpstreamKind.READ, is_local=True))
 REFUSAL = judge(Observation(UpstreamKind.STATUS, status=503, code="memory_limit_exceeded", is_local=True))
 
 
@@ -217,9 +216,7 @@ def test_each_of_several_concurrent_refusals_counts() -> None:
 NO_RESUME = CONFIG.replace("demo-mini]}", "demo-mini], resume: off}")
 
 
-async def test_requests_pass_after_first_token_of_streamed_probe(
-    tmp_path: Path,
-) -> None:
+async def test_requests_pass_after_first_token_of_streamed_probe(tmp_path: Path) -> None:
     async with (
         FakeInference("token") as fake,
         Gateway(tmp_path, fake.url, NO_RESUME + "breaker: {open: 200ms}\n") as gateway,

@@ -90,7 +90,7 @@ async def test_second_tier_that_does_not_answer_leaves_time_for_the_third(
 
 
 @pytest.mark.parametrize(("model", "more"), [("alone", {}), ("demo", {"n": 2})], ids=["no other tier", "not resumable"])
-async def test_stalled_stream_without_another_tier_ends_with_deadline_exceeded(
+async def test_stalled_stream_that_cannot_be_resumed_ends_with_deadline_exceeded(
     gateway: Gateway, fake: FakeInference, model: str, more: dict[str, Any]
 ) -> None:
     got = await gateway.chat(model, stream=True, headers=ONE_SECOND, **more)
@@ -109,7 +109,7 @@ async def test_second_tier_that_stalls_ends_with_deadline_exceeded(gateway: Gate
     assert (await gateway.breaker("local/demo-mini"))["failures"] == 0
 
 
-def test_connect_timeout_of_a_client_limits_only_the_first_byte() -> None:
+def test_timeout_header_without_a_read_timeout_limits_only_the_first_byte() -> None:
     key = Key("name", b"", frozenset())
     contexts = [
         request_context(Exchange("id", headers), key, "", None)

@@ -1,4 +1,4 @@
-"""Which status a request gets whose time is over."""
+"""Requests that reach a deadline: their status, and whether a breaker counts a failure."""
 
 from __future__ import annotations
 

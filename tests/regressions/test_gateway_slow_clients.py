@@ -136,10 +136,17 @@ async def test_longest_idle_connection_is_closed_at_the_limit(tmp_path: Path, fa
         busy = _connect(gateway)
         busy.sendall(_request())
         await until("one is busy", lambda: fake.seen)
-        idle = [_connect(gateway) for _ in range(2)]
-        await until("all are there", lambda: len(_connections(gateway)) == 3)
+        idle = []
+        for count in (2, 3):
+            idle.append(_connect(gateway))
+            await until("it is accepted", lambda count=count: len(_connections(gateway)) == count)
         assert (await gateway.client.get("/livez")).status_code == 200
-        await until("one idle one left", lambda: len(_connections(gateway)) == 3)
+        await until("one idle connection is closed", lambda: len(_connections(gateway)) == 3)
+        idle[0].settimeout(5)
+        assert await asyncio.to_thread(idle[0].recv, 1) == b""
+        idle[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[1].recv(1)
         assert gateway.runtime.admission.in_flight == 1
         for client in (*idle, busy):
             client.close()
@@ -236,7 +243,8 @@ async def test_client_that_never_reads_is_disconnected_without_a_failure(tmp_pat
 
 
 async def test_slow_reader_within_the_limits_gets_the_whole_answer(tmp_path: Path, fake: FakeInference) -> None:
-    fake.answers["demo"] = Answer(words=("x" * 65536,) * 60)
+    word = "x" * 65536
+    fake.answers["demo"] = Answer(words=(word,) * 60)
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
     async with (
         Gateway(tmp_path, fake.url, http=_Impatient) as gateway,
@@ -246,6 +254,7 @@ async def test_slow_reader_within_the_limits_gets_the_whole_answer(tmp_path: Pat
         async for piece in response.aiter_raw():
             seen += piece
             await asyncio.sleep(0.002)
+    assert seen.count(word.encode()) == 60
     assert seen.endswith(b"data: [DONE]\n\n")
 
 

@@ -159,7 +159,8 @@ async def test_cloud_that_sends_only_keep_alives_fails_and_the_next_tier_answers
             assert (await gateway.breaker(name))["failures"] == 2
 
 
-async def test_cloud_that_sent_only_keep_alives_does_not_resume(tmp_path: Path) -> None:
+async def test_cloud_that_sends_only_keep_alives_after_its_first_tokens_is_tried_once(tmp_path: Path) -> None:
+    """Another cloud of the chain resumes the answer; without one it ends in an error."""
     tried = {"openai": ["openai"], "google": ["google"], "anthropic": ["anthropic"], "two": ["openai", "anthropic"]}
     async with (
         FakeInference("token") as fake,

@@ -153,7 +153,7 @@ def test_complete_request_is_served_when_the_body_of_the_next_is_malformed(port:
 
 
 def test_request_with_a_malformed_body_is_answered_once(port: Port) -> None:
-    """The services refuse this request before they read its body."""
+    """It has no key either. The refusal for that, which needs no body, must not be a second answer."""
     malformed = _chunked(b"", b"").replace(b"\r\n%x\r\n" % len(BODY), b"\r\nnot hexadecimal\r\n")
     for _ in range(10):
         assert _statuses(port.exchange(malformed)) == [400]

@@ -27,7 +27,7 @@ def test_reload_reads_dot_env_again(tmp_path: Path) -> None:
         service.signal(signal.SIGHUP)
         wait_until("the change is logged", lambda: "INFERENCE_MAX_MODELS changed" in service.log)
         logged = [f"INFERENCE_{name} changed (applied at the next start)" for name in at_start]
-        wait_until("which need a restart is logged", lambda: all(line in service.log for line in logged))
+        wait_until("the settings that need a restart are logged", lambda: all(line in service.log for line in logged))
         (tmp_path / ".env").write_text("INFERENCE_MAX_MODLES=1\n")
         service.signal(signal.SIGHUP)
         wait_until("the mistake is logged", lambda: "did you mean INFERENCE_MAX_MODELS?" in service.log)

@@ -10,7 +10,7 @@ from tests.rigs.authority_world import configuration
 
 
 def test_model_that_drains_for_others_leaves_for_a_lowered_memory_limit() -> None:
-    """It counted as gone, stayed when the others were not wanted any more, and exceeded the limit for good."""
+    """Before, it counted as gone: when the other model was not wanted any more, it stayed and exceeded the limit."""
     sizes = {"a": 400, "b": 600}
     models: dict[str, dict[str, Any]] = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     world = CheckedWorld(configuration(models), sizes, ("gpu-0",), "sim")

@@ -10,7 +10,7 @@ from tests.rigs.authority_world import configuration
 
 
 def test_requests_of_a_replica_that_ran_out_of_memory_go_to_another_at_once() -> None:
-    """They waited until its memory need had been measured again, although another replica was loaded."""
+    """Before, they waited until its memory need had been measured again, although another replica was loaded."""
     model: dict[str, Any] = {"min_residency": 0, "parallel": 4, "replicas": "1..2", "warm": False}
     world = CheckedWorld(configuration({"a": model}), {"a": 200}, ("gpu-0", "gpu-1"), "sim")
     world.want("a", alone=True)  # nothing runs beside it

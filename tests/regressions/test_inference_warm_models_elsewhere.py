@@ -1,7 +1,8 @@
 """Models in the warm pool whose next device is another one, and workers whose end is not booked yet.
 
-A model that was restored onto the CPU could not be offloaded again: its worker was killed after the deadline. A model
-that was offloaded from the CPU and belongs on an accelerator made every decision fail, for all models.
+Two earlier defects: a model that was restored onto the CPU could not be offloaded again, because its worker was killed
+after the deadline; and a model that was offloaded from the CPU and belongs on an accelerator made every decision fail,
+for all models.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_model_restored_onto_the_cpu_can_be_offloaded_again() -> None:
 
 
 def test_model_offloaded_from_the_cpu_is_loaded_onto_its_accelerator() -> None:
-    """It was moved to the CPU before; its warm copy there is dropped. Other models keep their places."""
+    """Its warm copy on the CPU is dropped, and the other model is loaded too."""
     world = world_of()
     world.want("a")
     world.settle(1)
@@ -68,7 +69,7 @@ def test_model_offloaded_from_the_cpu_is_loaded_onto_its_accelerator() -> None:
 
 
 def test_worker_whose_end_is_not_booked_gets_no_request() -> None:
-    """What is learned from its end is still on its way."""
+    """After an out-of-memory error its memory need is measured again before its end is booked."""
     world = world_of()
     world.want("a")
     world.settle(1)
@@ -80,7 +81,7 @@ def test_worker_whose_end_is_not_booked_gets_no_request() -> None:
 
 
 def test_wanted_warm_models_that_exclude_each_other_do_not_wait_for_each_other() -> None:
-    """Each of them waited until its deadline for the other to leave. The one that has waited longest comes first."""
+    """Before, each waited until its deadline for the other to leave. The one that has waited longest comes first."""
     sizes = {"owner": 200, "guest": 200, "other": 200}
     models: dict[str, dict[str, Any]] = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     models["owner"]["dedicated"] = True
@@ -103,7 +104,7 @@ def test_wanted_warm_models_that_exclude_each_other_do_not_wait_for_each_other()
 
 
 def test_released_memory_of_a_wanted_warm_model_is_no_warm_copy() -> None:
-    """A decision failed while the accelerator of a model was released and its warm copy was already wanted again."""
+    """Before, a decision failed when a warm model was wanted while its accelerator memory was still being released."""
     sizes = {"a": 200, "b": 400}
     models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     world = CheckedWorld(configuration(models, memory_limit_gb=0.6), sizes, ("gpu-0",), "sim")
@@ -120,7 +121,7 @@ def test_released_memory_of_a_wanted_warm_model_is_no_warm_copy() -> None:
 
 
 def test_drained_model_stays_after_the_last_optional_load_was_refused() -> None:
-    """It continued draining for a request that had been withdrawn."""
+    """Before, it continued draining for a request that had been withdrawn."""
     sizes = {"a": 200, "b": 400}
     models = {name: {"min_residency": 0, "parallel": 1} for name in sizes}
     config = configuration(models, memory_limit_gb=0.6, enable_lazy_model_loading=False)

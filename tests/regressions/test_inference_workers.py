@@ -286,8 +286,8 @@ ROW = tuple(f"{number:016x}" for number in range(MAX_IN_A_ROW))
 ALONE = Crash(ExitCause.ASSERT, "it aborted", alone=True)
 
 
-async def test_only_computed_answers_clear_crash_records_and_backoff(start: Start) -> None:
-    """Tokenizing and refused requests do not."""
+async def test_only_computed_answers_clear_the_requests_confirmed_in_a_row(start: Start) -> None:
+    """Tokenizing and refused requests do not clear them."""
     service = await start({"a": {}})
     model = service.authority.resolve("a")
     await service.authority.load(model)

@@ -35,7 +35,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield client
 
 
-def _raise_descriptor_limit(pid: int | None) -> int:
+def _open_descriptors(pid: int | None) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -55,15 +55,13 @@ async def test_connections_of_the_gateway_to_inference_close_after_a_burst(
     stack: Stack, client: aiohttp.ClientSession, stream: bool
 ) -> None:
     pids = [stack.front.pid, stack.inference.pid]
-    before = [_raise_descriptor_limit(pid) for pid in pids]
+    before = [_open_descriptors(pid) for pid in pids]
     body = chat_body("Hello", "demo-mini", max_tokens=4, stream=stream)
     await _burst(client, f"{stack.gateway_url}/v1/chat/completions", stack.key, body)
-    assert _raise_descriptor_limit(stack.inference.pid) > before[1] + BURST // 2, "the burst used many connections"
+    assert _open_descriptors(stack.inference.pid) > before[1] + BURST // 2, "the burst used many connections"
     await client.close()
     for pid, count in zip(pids, before, strict=True):
-        await until(
-            "idle connections are closed", lambda pid=pid, count=count: _raise_descriptor_limit(pid) <= count + FEW
-        )
+        await until("idle connections are closed", lambda pid=pid, count=count: _open_descriptors(pid) <= count + FEW)
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

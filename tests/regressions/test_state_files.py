@@ -141,7 +141,8 @@ async def test_file_of_another_version_is_ignored_without_a_log_line(
 ) -> None:
     (state.root / "estimates.json").write_text(json.dumps({"version": 0, "entries": {}}))
     await READERS["estimates.json"](state)
-    assert "damaged" not in caplog.text
+    assert caplog.records == []
+    assert not (state.root / "estimates.json.damaged").exists()
 
 
 def test_file_beyond_the_size_limit_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -239,7 +239,7 @@ async def _vectors(embedder: Embedder, count: int, deadline: float | None = None
 
 async def test_panic_while_pooling_fails_its_batch() -> None:
     fatal: list[str] = []
-    embedder, _post = _embedder(PanickyPooling(panics=1), fatal)
+    embedder, _delivery = _embedder(PanickyPooling(panics=1), fatal)
     embedder.start()
     assert await _vectors(embedder, 3) in ([False, False, True], [False, True, True])
     assert await asyncio.to_thread(embedder.stop, GONE)
@@ -249,7 +249,7 @@ async def test_panic_while_pooling_fails_its_batch() -> None:
 async def test_missing_vectors_fail_their_batch() -> None:
     fatal: list[str] = []
     backend = PanickyPooling(short=True)
-    embedder, _post = _embedder(backend, fatal)
+    embedder, _delivery = _embedder(backend, fatal)
     embedder.start()
     assert await _vectors(embedder, 1) == [False]
     backend.short = False
@@ -264,7 +264,7 @@ async def test_embedder_that_cannot_deliver_fails_every_input(late: bool) -> Non
     embedder, delivery = _embedder(PanickyPooling(), fatal)
     delivery.breaks = 1
     embedder.start()
-    assert not all(await _vectors(embedder, 5, 50.0 if late else None))
+    assert await _vectors(embedder, 5, 50.0 if late else None) == [False] * 5
     assert await _vectors(embedder, 2) == [False, False]
     assert await asyncio.to_thread(embedder.stop, GONE)
     assert len(fatal) == 1
@@ -273,7 +273,7 @@ async def test_embedder_that_cannot_deliver_fails_every_input(late: bool) -> Non
 async def test_repeated_panics_while_pooling_end_the_embedder() -> None:
     """It is reported after the batch has its errors."""
     fatal: list[str] = []
-    embedder, _post = _embedder(PanickyPooling(panics=FATAL_FAILURES), fatal)
+    embedder, _delivery = _embedder(PanickyPooling(panics=FATAL_FAILURES), fatal)
     embedder.start()
     assert await _vectors(embedder, 5) == [False] * 5
     await asyncio.to_thread(wait_until, "the failure is reported", lambda: bool(fatal))

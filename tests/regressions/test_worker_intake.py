@@ -1,4 +1,4 @@
-"""Requests wait for threads and turns without blocking the event loop or holding their files."""
+"""Requests wait for threads and places without blocking the event loop or holding their files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from inference.worker.backend import ImageTile
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.output_tickets import OutputDispatcher
 from inference.worker.prompt.prompts import Prompts
-from inference.worker.prompt.vision import (
-    MAX_FILES_BYTES,
-    Vision,
-)
+from inference.worker.prompt.vision import MAX_FILES_BYTES, Vision
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import GoneError, UnloadedError, WorkerError
 from inference.worker.worker_requests import Facts
