@@ -33,7 +33,7 @@ DAMAGES = ("values", "bit", "cut", "values", "foreign", "pipe", "future", "past"
 GROWTH_BYTES = 8 * 2**20
 SAVED_SECONDS = 0.3
 """A worker saves a sequence within this time after its answer, if it has nothing else to do."""
-ASKED_SECONDS = 0.2
+BEFORE_KILL_SECONDS = 0.2
 """The longest time between four requests and the kill of a replica that may have them."""
 END_BYTES = 128
 """Sizes and padding at the end of a stored sequence, which the damage `values` does not change."""
@@ -162,14 +162,14 @@ class Injector:
                 raise LookupError(f"{len(ready)} replicas of {REPLICATED} are ready")
             pid = ready[event.number % len(ready)]
             async with self._touching(event.kind, REPLICATED):
-                asked = [self.load.start(Ask(ALONE, "Tell me a story.", True, 40)) for _ in range(4)]
-                await asyncio.sleep(event.draw * ASKED_SECONDS)
+                requests = [self.load.start(Ask(ALONE, "Tell me a story.", True, 40)) for _ in range(4)]
+                await asyncio.sleep(event.draw * BEFORE_KILL_SECONDS)
                 signal_worker(pid, FAULTS["worker-kill"])
                 await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
-                asked.append(self.load.start(Ask(ALONE, "Hello!", True, 4)))
-                for outcome, _task in asked:
+                requests.append(self.load.start(Ask(ALONE, "Hello!", True, 4)))
+                for outcome, _task in requests:
                     outcome.survives = REPLICATED
-                await asyncio.gather(*(task for _outcome, task in asked))
+                await asyncio.gather(*(task for _outcome, task in requests))
         return f"{REPLICATED} {pid}"
 
     async def _worker_stop(self, event: Event) -> str:

@@ -53,7 +53,7 @@ def _plan(seed: int, count: int) -> Any:
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(0, 60))
-def test_same_seed_gives_the_same_run(seed: int, count: int) -> None:
+def test_same_seed_gives_the_same_plan(seed: int, count: int) -> None:
     assert _plan(seed, count) == _plan(seed, count)
     assert len(_plan(seed, count)) == count
 
@@ -247,12 +247,12 @@ def test_bytes_without_an_owner_are_found() -> None:
     assert set(unowned(dump)) == {"tiny#2", "demo#0"}
 
 
-@pytest.mark.parametrize(("changed", "is_told"), [({}, False), ({"free_bytes": 3}, True), ({"free_bytes": -1}, True)])
-def test_account_that_does_not_add_up_is_found(changed: dict[str, int], is_told: bool) -> None:
+@pytest.mark.parametrize(("changed", "is_found"), [({}, False), ({"free_bytes": 3}, True), ({"free_bytes": -1}, True)])
+def test_account_that_does_not_add_up_is_found(changed: dict[str, int], is_found: bool) -> None:
     account = {"capacity_bytes": 10, "shortfall_bytes": 0, "free_bytes": 2, "foreign_bytes": 1, "reserved_bytes": 0,
                "resident_bytes": 6, "releasing_bytes": 0, "cached_bytes": 1, "room_bytes": 2,
                "bound": "capacity"}  # fmt: skip
-    assert bool(unbalanced({"gpu-0": {"ledger": {**account, **changed}}})) == is_told
+    assert bool(unbalanced({"gpu-0": {"ledger": {**account, **changed}}})) == is_found
 
 
 def test_model_on_the_cpu_is_found() -> None:

@@ -55,7 +55,7 @@ OBSERVED_SECONDS = 4.0
 """Several open periods of a breaker."""
 SHARED_SECONDS = 1.5
 """Longer than the interval at which gateways report to the store: each knows the requests of a key at the others."""
-ASKED_PER_GATEWAY = 8
+REQUESTS_PER_GATEWAY = 8
 """Requests with a limited key; all together more than it may send."""
 FAILING = (b"POST /v1/chat/completions ",)
 
@@ -74,7 +74,7 @@ class Injector:
     admitted: dict[str, list[int]] = field(default_factory=lambda: {"with": [], "without": []})
     recovery_seconds: list[float] = field(default_factory=list)
     struck: int = 0
-    """Answers of nodes at the moment at which a fault of the node began."""
+    """Number of answers that a node was sending when a fault of that node began."""
 
     def __post_init__(self) -> None:
         self._nodes = {name: asyncio.Lock() for name in self.fleet.nodes}
@@ -152,9 +152,9 @@ class Injector:
     async def _occupy(self, name: str, gateways: Sequence[int]) -> None:
         """Returns when the node answers a request of one of these gateways, or after OCCUPY_SECONDS."""
         prompts = range(len(self.load.prompts))
-        asked = [self.load.start(number, prompt) for number in gateways for prompt in random.sample(prompts, 2)]
+        started = [self.load.start(number, prompt) for number in gateways for prompt in random.sample(prompts, 2)]
         with contextlib.suppress(AssertionError):
-            answers = lambda: any(one.node == name and one.end is None for one in asked)  # noqa: E731
+            answers = lambda: any(one.node == name and one.end is None for one in started)  # noqa: E731
             await until(f"{name} answers", answers, seconds=OCCUPY_SECONDS, every=0.01)
 
     async def _is_used(self, name: str) -> None:
@@ -376,12 +376,12 @@ class Injector:
                     judge.LIMITED, f"{when}: {admitted} admitted in {seconds:.2f} s of {most}, {alone} without store"
                 )
 
-    async def _burst(self, key: str, asked: int = ASKED_PER_GATEWAY) -> tuple[int, float]:
+    async def _burst(self, key: str, count: int = REQUESTS_PER_GATEWAY) -> tuple[int, float]:
         """Sends requests through all gateways; returns the number of admitted ones and the seconds."""
         began = self.clock()
 
         async def ask(number: int) -> int:
-            return sum([await self.load.admitted(number, key) for _ in range(asked)])
+            return sum([await self.load.admitted(number, key) for _ in range(count)])
 
         admitted = await asyncio.gather(*(ask(number) for number in range(len(self.fleet.gateways))))
         return sum(admitted), self.clock() - began

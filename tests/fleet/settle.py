@@ -20,7 +20,7 @@ from tests.rigs.stack import until
 
 EVERY_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
-ASKED_AT_ONCE = 24
+REQUESTS_AT_ONCE = 24
 """More than all nodes have places."""
 
 
@@ -64,7 +64,7 @@ class Settling:
     async def _are_closed(self) -> bool:
         """Each breaker gets requests that may close it."""
         gateways = range(len(self._fleet.gateways))
-        await self._asked()
+        await self._many_requests()
         states = [one["state"] for number in gateways for one in await self._fleet.breakers(number)]
         return all(state == "closed" for state in states)
 
@@ -73,14 +73,14 @@ class Settling:
 
     async def _all_answer(self) -> bool:
         """Many requests at once are divided among all nodes."""
-        outcomes = await self._asked()
+        outcomes = await self._many_requests()
         return {one.node for one in outcomes if one.end is End.COMPLETE} == set(self._fleet.nodes)
 
-    async def _asked(self) -> list[Outcome]:
+    async def _many_requests(self) -> list[Outcome]:
         """Each gateway in turn: it counts only its own requests, and fills the fastest nodes first."""
         found: list[Outcome] = []
         for gateway in range(len(self._fleet.gateways)):
-            found += await asyncio.gather(*(self._load.ask(gateway, NEW) for _ in range(ASKED_AT_ONCE)))
+            found += await asyncio.gather(*(self._load.ask(gateway, NEW) for _ in range(REQUESTS_AT_ONCE)))
         return found
 
     async def _is_idle(self, name: str) -> bool:

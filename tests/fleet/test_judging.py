@@ -27,7 +27,7 @@ def _facts(**more: object) -> Facts:
     return replace(QUIET, **more)  # type: ignore[arg-type]
 
 
-def test_same_seed_gives_the_same_run() -> None:
+def test_same_seed_gives_the_same_plan() -> None:
     found = events(3, 80, 1.0, 4, 3)
     assert found == events(3, 80, 1.0, 4, 3)
     assert {event.kind for event in found} == set(Kind) == set(DECK)

@@ -91,7 +91,7 @@ ALTERNATING = (
     "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
 ) + FREE
 CALL = {"id": "toolu_1", "function": {"name": "look", "arguments": {}}}
-ASKED: list[dict[str, Any]] = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Look."},
     {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "toolu_2"}]},
     {"role": "tool", "tool_call_id": "toolu_1", "content": "sun"},
@@ -103,7 +103,7 @@ def rendered(source: str, *more: str) -> str:
     """The end of the prompt, after the calls."""
     template = chat_template(source)
     users = [{"role": "user", "content": text} for text in more]
-    messages, variables = template.dialect.prepare([*ASKED, *users], [Tool("look")], ToolChoice())
+    messages, variables = template.dialect.prepare([*CONVERSATION, *users], [Tool("look")], ToolChoice())
     assert template.dialect.name == "mistral"
     return "".join(template.render(messages, variables, generate=True)).rpartition("[ARGS]")[2]
 
