@@ -65,7 +65,7 @@ class BenchResult:
 
 
 def send(api: Api, body: Mapping[str, Any]) -> BenchResult:
-    """Sends one request and reads the whole answer. A HeadgateError becomes the `error` of the result."""
+    """Sends one request and reads the whole answer. An error or an invalid answer becomes the `error` of the result."""
     start = time.perf_counter()
     times: list[float] = []
     usage: Mapping[str, Any] = {}
@@ -77,7 +77,7 @@ def send(api: Api, body: Mapping[str, Any]) -> BenchResult:
             for frame in answer.frames():
                 if frame.data == b"[DONE]":
                     end = time.perf_counter() - start
-                    tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+                    tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
                     return BenchResult(times, end, *tokens, tier=tier)
                 chunk = json.loads(frame.data or b"{}")
                 if error := chunk.get("error"):
@@ -89,7 +89,10 @@ def send(api: Api, body: Mapping[str, Any]) -> BenchResult:
                         times.append(time.perf_counter() - start)
         raise ApiError("the answer is incomplete: the stream ended without [DONE]", code="cut_off")
     except HeadgateError as error:
-        return BenchResult(times, time.perf_counter() - start, tier=tier, error=error)
+        failure = error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        failure = ApiError(f"the {api.name} at {api.url} answered with a stream that is not one of chat completions")
+    return BenchResult(times, time.perf_counter() - start, tier=tier, error=failure)
 
 
 class Load:

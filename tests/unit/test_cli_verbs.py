@@ -509,6 +509,25 @@ def test_bench_reports_failures_and_ends_failed_streams(serve: Any, capsys: Any)
     assert "3 of 3 requests failed: the answer is incomplete" in output.err
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"[]", b"\xff", b'{"choices": [1]}', b'{"error": {"code": 1}}', b'{"usage": {"prompt_tokens": "x"}}'],
+)
+def test_bench_counts_invalid_answers_as_failures(serve: Any, capsys: Any, data: bytes) -> None:
+    canned = Canned(frames=COUNTED)
+    serve({"POST /v1/chat/completions": canned})
+
+    def spoil(at: int) -> None:
+        if at == len(COUNTED) - 1:
+            canned.frames = (b"data: " + data + b"\n\n", DONE)
+
+    canned.gate = spoil
+    assert main(["bench", "demo", "--streams", "2", "--duration", "10s", "--json"]) == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["failed"] == 2
+    assert "2 of 2 requests failed: the gateway at" in output.err
+
+
 @pytest.mark.parametrize("words", ["--streams 0", "--streams 257", "--duration 0", "--duration never", "--duration x"])
 def test_bench_rejects_options_out_of_range(words: str, capsys: Any) -> None:
     assert main(["bench", "demo", *words.split()]) == 2
