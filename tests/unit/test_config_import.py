@@ -365,8 +365,22 @@ def test_ollama_manifests_that_are_damaged_or_of_another_format(place: Path) -> 
     path.write_text("{")
     report = left(recognized("NAME ID SIZE\na:latest 1 1\nb:latest 1 1\n../../etc:x 1 1\n", {}))
     assert "no GGUF file" in report["a:latest"]
-    assert "cannot be read" in report["b:latest"]
+    assert "is damaged" in report["b:latest"]
+    assert "ollama pull b:latest" in report["b:latest"]
     assert "../../etc:x" in report
+
+
+def test_ollama_manifest_of_another_user_is_reported_with_the_reason(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    manifest(place, "registry.ollama.ai/library/a/latest", {"model": "GGUF"})
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    report = left(recognized("NAME ID SIZE\na:latest 1 1\n", {}))
+    assert "Permission denied" in report["a:latest"]
+    assert "run this as a user that may read it" in report["a:latest"]
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------

@@ -65,8 +65,11 @@ def _entry(found: Imported, name: str, places: list[Path]) -> dict[str, Any] | N
             if manifest.is_file() and manifest.stat().st_size < _MAX_BYTES:
                 layers = as_list(as_mapping(json.loads(manifest.read_bytes())).get("layers"))
                 return _of_layers(found, name, place / "blobs", [as_mapping(layer) for layer in layers])
-        except (OSError, ValueError) as error:
+        except OSError as error:
             found.leave(name, f"{manifest} cannot be read ({error}); run this as a user that may read it")
+            return None
+        except ValueError as error:
+            found.leave(name, f"{manifest} is damaged ({error}); download the model again: ollama pull {name}")
             return None
     if host in ("hf.co", "huggingface.co"):
         quantization = "" if tag == "latest" else f":{tag}"
