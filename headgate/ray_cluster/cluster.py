@@ -102,10 +102,11 @@ def answer(reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
         raise ClusterError(f"the actor {CONTROLLER} failed: {reason(error)}") from error
 
 
-def stop_services(seconds: float) -> tuple[int, list[str]]:
+def stop_services(seconds: float) -> tuple[int, list[str], list[str]]:
     """Ends all services and actors. The services have `seconds` to end, in which running requests can finish.
 
-    Returns the number of actors of nodes, and the names of those that were killed or lost before their service ended.
+    Returns the number of actors of nodes, the names of those whose service did not end in time and was killed, and the
+    names of those that were lost before their service ended.
     """
     import ray
 
@@ -121,13 +122,12 @@ def stop_services(seconds: float) -> tuple[int, list[str]]:
             ray.kill(actors.pop(name), no_restart=True)
     stops = {actor.stop.remote(): name for name, actor in actors.items() if name.startswith(NODE_PREFIX)}
     done, _ = ray.wait(list(stops), num_returns=len(stops), timeout=seconds) if stops else ([], [])
-    ended = set()
+    lost = []
     for reference in done:
         try:
             ray.get(reference, timeout=CONNECT_SECONDS)
-            ended.add(stops[reference])
         except ray.exceptions.RayError:  # the actor is lost, and its service with it
-            continue
+            lost.append(stops[reference])
     for actor in actors.values():
         ray.kill(actor, no_restart=True)
-    return len(stops), sorted(name for name in stops.values() if name not in ended)
+    return len(stops), sorted(name for reference, name in stops.items() if reference not in done), sorted(lost)

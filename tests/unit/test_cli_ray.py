@@ -7,8 +7,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,8 @@ from headgate.cli.command import Session, UsageError
 from headgate.cli.fleet import ray_verb
 from headgate.cli.main import main
 from headgate.cli.terminal import Terminal
+from headgate.ray_cluster import cluster
+from headgate.ray_cluster.node_actors import CONTROLLER, NAMESPACE, NODE_PREFIX
 from headgate.ray_cluster.node_report import ServiceSettings
 from tests.rigs.processes import forget_own, free_port, private_env
 
@@ -72,3 +77,64 @@ def test_setting_that_differs_from_the_running_services_is_named() -> None:
     assert ray_verb.difference(running, replace(running, port=0)) == "--port 8085"
     assert ray_verb.difference(running, replace(running, config_dir="/etc/x")) == "--config-dir (default)"
     assert ray_verb.difference(replace(running, version="9.9"), running) == "headgate 9.9"
+
+
+class _RayError(Exception):
+    """Raised by the results of lost actors."""
+
+
+class _Method:
+    """The method `stop` of an actor. Its result is the name of the actor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def remote(self) -> str:
+        return self.name
+
+
+class FakeRay(ModuleType):
+    """A cluster with one named actor for each of `ends`: it ends in time, is lost, or is late."""
+
+    def __init__(self, ends: Mapping[str, str]) -> None:
+        super().__init__("ray")
+        self.ends = ends
+        self.killed: list[str] = []
+        self.exceptions = SimpleNamespace(RayError=_RayError)
+        listed = [{"namespace": NAMESPACE, "name": name} for name in ends]
+        self.util = SimpleNamespace(list_named_actors=lambda all_namespaces: listed)
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        assert namespace == NAMESPACE
+        return SimpleNamespace(name=name, stop=_Method(name))
+
+    def wait(self, references: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert num_returns == len(references)
+        late = [name for name in references if self.ends[name] == "late"]
+        return [name for name in references if name not in late], late
+
+    def get(self, reference: str, *, timeout: float) -> None:
+        if self.ends[reference] == "lost":
+            raise _RayError
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        self.killed.append(actor.name)
+
+
+def test_down_reports_killed_and_lost_services_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = (f"{NODE_PREFIX}{name}" for name in "abc")
+    ray = FakeRay({a: "in time", b: "lost", c: "late", CONTROLLER: "late"})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "connect", lambda address: None)
+    session = _session(tmp_path, action="down", drain=5.0, address="auto")
+    assert ray_verb.run(session) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "ended 3 inference services",
+        f"killed, because they did not end within 5s: {c}",
+        f"lost before they were ended: {b}",
+    ]
+    assert ray.killed == [CONTROLLER, a, b, c]

@@ -180,8 +180,8 @@ def _down(session: Session) -> int:
     from headgate.ray_cluster import cluster
 
     _connect(session)
-    count, killed = cluster.stop_services(session.args.drain)
-    if session.prints_json({"ended": count, "killed": killed}):
+    count, killed, lost = cluster.stop_services(session.args.drain)
+    if session.prints_json({"ended": count, "killed": killed, "lost": lost}):
         return Exit.OK
     if not count:
         session.terminal.say("Headgate does not run on this Ray cluster")
@@ -191,6 +191,8 @@ def _down(session: Session) -> int:
         session.terminal.say(
             f"killed, because they did not end within {seconds_cell(session.args.drain)}: {', '.join(killed)}"
         )
+    if lost:
+        session.terminal.say(f"lost before they were ended: {', '.join(lost)}")
     return Exit.OK
 
 
