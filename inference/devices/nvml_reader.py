@@ -119,7 +119,7 @@ class NvmlReader:
     async def renew(self) -> None:
         """The next reading starts a new helper without a delay."""
         await self._helper.close()
-        self._reopening = Reopening()
+        self._reopening = Reopening.renewed()
 
     async def close(self) -> None:
         """Ends the helper."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 MAX_SECONDS = 8.0
 EXHAUSTED_AFTER = 5
 """After this number of consecutive new processes that the driver refused, further ones are not expected to help. With
-the delays this takes at least 15 s, longer than the replacement of a driver, or 7 s if the series begins with a new
-process, as after `renew`.
+the delays this takes at least 15 s, longer than the replacement of a driver.
 """
 
 
@@ -22,6 +21,11 @@ class Reopening:
     failures: int = 0
     refused: int = 0
     due_at: float = 0.0
+
+    @classmethod
+    def renewed(cls) -> Reopening:
+        """The state after the helper was ended on request, which is no refusal: a restart is due at once."""
+        return cls(failures=1)
 
     def failed(self, now: float, *, is_refused: bool = False) -> Reopening:
         """Adds a failure. `is_refused`: the driver refused a new process."""

@@ -138,6 +138,21 @@ async def test_device_that_several_new_processes_cannot_reach_is_unreachable(
     assert reader.sign is Sign.HEALTHY
 
 
+async def test_renewed_reader_waits_as_long_for_a_driver_that_is_replaced(
+    reader: NvmlReader, helper: PaperHelper, clock: Clock
+) -> None:
+    """An operator's test of a device begins with a new process. It must not request a restart earlier."""
+    await read(reader, helper, reading())
+    await reader.renew()
+    began = clock.now
+    while reader.sign is not Sign.UNREACHABLE:
+        await read(reader, helper, failure(18))
+        clock.now += 1.0
+    assert clock.now - began > 15.0
+    await reader.renew()
+    assert await read(reader, helper, reading()) == 2, "the first new process is started at once"
+
+
 @pytest.mark.parametrize("answer", [failure(9), HelperError("late")])
 async def test_other_failures_do_not_make_devices_unreachable(
     reader: NvmlReader, helper: PaperHelper, clock: Clock, answer: dict[str, Any] | HelperError
