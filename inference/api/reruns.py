@@ -65,11 +65,11 @@ class Rerun:
 
     async def admit(self, model: str) -> None:
         """Sets `alone` for the next run; raises PoisonRequest if the request may not run."""
-        if not self._authority.model(model).quarantine.cases:
+        if not self._authority.first_replica(model).quarantine.cases:
             self.alone = False
             return
         key = await self._get_key()
-        suspicion = self._authority.model(model).quarantine.suspicion(key, self._authority.now)
+        suspicion = self._authority.first_replica(model).quarantine.suspicion(key, self._authority.now)
         if suspicion is Suspicion.CONFIRMED:
             raise self._refusal(model, key)
         self.alone = suspicion is not Suspicion.NONE
@@ -83,7 +83,7 @@ class Rerun:
         self.crashes += 1
         key = await self._get_key()
         self._authority.dispatch(CrashReported(model, key, crash))
-        quarantine = self._authority.model(model).quarantine
+        quarantine = self._authority.first_replica(model).quarantine
         if quarantine.suspicion(key, self._authority.now) is Suspicion.CONFIRMED and not error.relayed:
             raise self._refusal(model, key)
         self.alone = True
@@ -103,7 +103,7 @@ class Rerun:
         return self._key
 
     def _refusal(self, model: str, key: str) -> InferenceError:
-        case = self._authority.model(model).quarantine.cases[key]
+        case = self._authority.first_replica(model).quarantine.cases[key]
         left = case.until - self._authority.now
         return PoisonRequest(
             f"this request ended the worker of {model!r} while nothing else ran ({case.message}); it is not tried "

@@ -213,6 +213,10 @@ class Authority:
         model = self.model(id)
         return replicas.replicas_of(self._state, model) if model.spec.replica_of is None else [model]
 
+    def first_replica(self, id: str) -> ModelRecord:
+        """The replica with the quarantine of all replicas of this model. Raises ModelNotFound."""
+        return replicas.first_of(self._state, self.model(id))
+
     def siblings(self, id: str) -> list[ModelRecord]:
         """The other replicas of the same model."""
         found = self._state.models.get(id)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from inference.app import Service
 from inference.authority.state import Timing
 from inference.protocol import ModelState
 from tests.rigs.asgi import Answer, ask
-from tests.rigs.authority_rig import Start
+from tests.rigs.authority_rig import FakeAccelerator, Start
 
 CHAT = "/v1/chat/completions"
 
@@ -63,6 +65,28 @@ async def test_only_the_poison_request_is_refused_and_concurrent_ones_are_answer
     assert (missing.status, missing.body["error"]["code"]) == (404, "not_found")
     cleared = await ask(service.app, "DELETE", f"/quarantine/{case['key']}")
     assert [one["key"] for one in cleared.body["cleared"]] == [case["key"]]
+    assert await _held(service) == []
+
+
+@pytest.mark.parametrize(("first", "others"), [("a", ("a", "a@1", "a@2")), ("a@2", ("a@2", "a", "a@1"))])
+async def test_request_that_ends_the_worker_of_one_replica_is_refused_by_all_of_them(
+    start: Start, first: str, others: tuple[str, ...]
+) -> None:
+    """Also when its client names a replica."""
+    how = {"poison": "BAD", "last_words": "/src/ggml.c:12: GGML_ASSERT(n > 0) failed"}
+    service = await start({"a": {"replicas": 2}}, {"a": how, "a@2": how}, accelerator=FakeAccelerator(2))
+    assert (await ask(service.app, "POST", "/models/a/load")).status == 200
+    assert (await _chat(service, "BAD", first)).body["error"]["code"] == "poison_request"
+    crashes = (await ask(service.app, "GET", "/models/a/crashes")).body["crashes"]
+    assert len(crashes) == 2
+    for name in others:
+        refused = await _chat(service, "BAD", name)
+        assert (refused.status, refused.body["error"]["code"]) == (422, "poison_request")
+    assert (await ask(service.app, "GET", "/models/a/crashes")).body["crashes"] == crashes, "no worker ran it again"
+    assert [(case["model"], case["crashes"]) for case in await _held(service)] == [("a", 2)]
+    for name in ("a", "a@2"):
+        assert (await _chat(service, "fine", name)).status == 200
+    await ask(service.app, "DELETE", "/quarantine")
     assert await _held(service) == []
 
 

@@ -527,6 +527,7 @@ class CheckedWorld(World):
         model, was = self.state.models.get(event.model), before.models.get(event.model)
         if model is None or was is None:
             return
+        model, was = replicas.first_of(self.state, model), replicas.first_of(before, was)
         new, old = model.quarantine.suspicion(event.key, self.now), was.quarantine.suspicion(event.key, self.now)
         if not isinstance(event, events.CrashReported):
             assert new is Suspicion.NONE

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from inference.authority import events
+from inference.authority.handlers.running.request_events import cases
 from inference.authority.lifecycle import ACCEPTING, Reason
 from inference.authority.placement.replica_choice import SPARE_SECONDS
+from inference.authority.quarantine import Crash
 from inference.authority.views import model_status
 from inference.errors import InvalidRequestError, ModelFailed, ModelNotFound
 from inference.protocol import ExitCause, ModelState, ModelStatus
@@ -175,6 +177,18 @@ def test_suspected_request_does_not_run_beside_those_of_the_other_replica() -> N
     assert world.state.tickets[ticket].model == "a"
     world.live(3)
     assert where(world, ticket) == "a"
+
+
+@pytest.mark.parametrize("reported", ["a", "a@2"])
+def test_replicas_share_the_quarantine_of_requests(reported: str) -> None:
+    world = both_loaded()
+    for alone in (False, True):
+        crash = Crash(ExitCause.ASSERT, "it aborted", alone)
+        world.send(events.CrashReported(reported, "key", crash))
+    (case,) = cases(world.state, world.now)
+    assert (case["model"], case["suspicion"]) == ("a", "confirmed")
+    world.send(events.RequestAnswered("a@2" if reported == "a" else "a", "key", 0))
+    assert cases(world.state, world.now) == []
 
 
 def test_request_whose_replica_cannot_be_loaded_waits_for_the_other() -> None:

@@ -191,9 +191,15 @@ def stop_accepting(draft: Draft, error: InferenceError | None = None) -> None:
 
 
 # --- quarantine ------------------------------------------------------------------------------------------------------
+def _quarantined(state: State, id: str) -> ModelRecord | None:
+    """The record with the quarantine of all replicas of a model; None if the model was removed."""
+    model = state.models.get(id)
+    return None if model is None else replicas.first_of(state, model)
+
+
 def crash_reported(draft: Draft, event: CrashReported) -> None:
     """A worker crashed while a request was in flight."""
-    model = draft.state.models.get(event.model)
+    model = _quarantined(draft.state, event.model)
     if model is None:
         return
     quarantine = model.quarantine.crashed(event.key, event.crash, draft.now)
@@ -209,7 +215,7 @@ def request_answered(draft: Draft, event: RequestAnswered) -> None:
     """A request was answered, and the worker is alive."""
     if event.crashes:
         draft.count("recoveries", "rerun")
-    model = draft.state.models.get(event.model)
+    model = _quarantined(draft.state, event.model)
     if model is None:
         return
     quarantine = model.quarantine
@@ -222,7 +228,7 @@ def request_answered(draft: Draft, event: RequestAnswered) -> None:
 
 def case_cleared(draft: Draft, event: CaseCleared) -> None:
     """An operator removed a request from quarantine."""
-    model = draft.state.models.get(event.model)
+    model = _quarantined(draft.state, event.model)
     if model is not None:
         draft.set_model(model.id, quarantine=model.quarantine.forget(event.key))
         draft.info("an operator removed request %s (model %s) from quarantine", event.key, model.id)
