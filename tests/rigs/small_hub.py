@@ -26,6 +26,7 @@ class SmallHub:
     cut_after: list[int] = field(default_factory=list)
     flows: threading.Event = field(default_factory=threading.Event)
     wrong_sums: bool = False
+    lists_sizes: bool = True
     ignores_ranges: bool = False
     gated: frozenset[str] = frozenset()
     tokens: list[str] = field(default_factory=list)
@@ -33,8 +34,10 @@ class SmallHub:
 
     def describe(self, repository: str) -> dict[str, Any]:
         """The answer of `/api/models/REPOSITORY?blobs=true`."""
-        files = [
-            {
+        files: list[dict[str, Any]] = [
+            {"rfilename": name}
+            if not self.lists_sizes
+            else {
                 "rfilename": name,
                 "size": len(data),
                 "lfs": {"sha256": "0" * 64 if self.wrong_sums else hashlib.sha256(data).hexdigest(), "size": len(data)},

@@ -299,6 +299,14 @@ def test_damaged_download_is_removed(place: Path, hub: SmallHub, capsys: Any) ->
     assert list((place / "models/org/plain").iterdir()) == []
 
 
+def test_file_without_a_known_size_is_not_downloaded(place: Path, hub: SmallHub, capsys: Any) -> None:
+    """Its download could end early without notice. It became an empty file."""
+    hub.lists_sizes = False
+    assert main(["pull", "hf:org/plain:Q8_0"]) == 1
+    assert "lists plain-Q8_0.gguf without its size" in capsys.readouterr().err
+    assert not (place / "models").exists()
+
+
 def test_disk_is_checked_before_the_download(place: Path, hub: SmallHub, monkeypatch: Any, capsys: Any) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage(10**9, 10**9, 10**6))

@@ -63,7 +63,10 @@ class HubError(HeadgateError):
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. `sha256` is None for a file that the hub does not keep in its large file storage."""
+    """A file of a repository. `bytes` is 0 if the hub does not list the size.
+
+    `sha256` is None for a file that the hub does not keep in its large file storage.
+    """
 
     name: str
     bytes: int
@@ -139,9 +142,13 @@ class Hub:
         if absent := [name for name in names if name not in files]:
             raise HubError(f"{source.repository} lacks {absent[0]}, a part of this model; choose another quantization")
         projectors = sorted(filter(is_projector, files), key=_preference)
-        return Download(
-            source, commit, tuple(files[name] for name in (*names, *projectors[:1])), source.folder(models_dir)
-        )
+        chosen = tuple(files[name] for name in (*names, *projectors[:1]))
+        if unknown := [file.name for file in chosen if file.bytes < 1]:
+            raise HubError(
+                f"{self._shown} lists {unknown[0]} without its size, so a download that ends early would not be "
+                f"noticed; a file that you copied here yourself is added with: headgate add FILE.gguf"
+            )
+        return Download(source, commit, chosen, source.folder(models_dir))
 
     def fetch(self, download: Download) -> ModelFile:
         """Downloads what is missing. Raises HubError; a later call continues where this one stopped."""
