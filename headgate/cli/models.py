@@ -18,8 +18,8 @@ from headgate.shared.errors import Exit, NotRunningError
 from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
 
-LOAD_SECONDS = 600.0
-"""Timeout of a load or another change, which can take minutes from a slow disk. The service has its own deadline."""
+RETRY_SECONDS = 1.0
+"""Pause before a load that goes on is waited for again."""
 
 PLAN_SECONDS = 120.0
 """Timeout of a plan: the memory of the model may have to be estimated first."""
@@ -300,10 +300,21 @@ def _change(action: str, activity: str) -> Callable[[Session], int]:
 
 
 def _run_change(action: str, activity: str, session: Session) -> int:
+    """Has no time limit: those of the service decide. A load that outlasts its longest wait is waited for again."""
     session.terminal.status(f"{activity} {session.args.model} ...")
     body = {"device": session.args.device} if action == "move" else None
-    path = f"/models/{segment(session.args.model)}/{action}"
-    answer = Nodes.of(session).with_model(session.args.model).post(path, body, seconds=LOAD_SECONDS)
+    path = f"/models/{segment(session.args.model)}"
+    api = Nodes.of(session).with_model(session.args.model)
+    while True:
+        try:
+            answer = api.post(f"{path}/{action}", body, seconds=None)
+            break
+        except ApiError as error:
+            if error.code != "model_loading" or action not in ("load", "restart"):
+                raise
+            session.terminal.status(str(error))
+            action = "load"
+            time.sleep(RETRY_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     status = ModelStatus.from_json(answer)

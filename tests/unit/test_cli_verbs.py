@@ -21,6 +21,7 @@ import pytest
 from gateway import settings_loading
 from gateway.access.authentication import Keys
 from headgate.cli.addresses import Record
+from headgate.cli.client import Api
 from headgate.cli.main import main
 from headgate.shared.errors import AlreadyRunningError
 from headgate.shared.state_directory import StateDir
@@ -327,9 +328,57 @@ def test_each_rejection_has_its_exit_code(
     serve: Any, capsys: Any, status: int, code: str, headers: Mapping[str, str], expected: int
 ) -> None:
     error = {"error": {"message": "the reason", "type": "t", "param": None, "code": code}}
-    serve({"POST /models/demo/load": Canned(error, status, headers)})
-    assert main(["load", "demo"]) == expected
+    serve({"POST /models/demo/unload": Canned(error, status, headers)})
+    assert main(["unload", "demo"]) == expected
     assert "the reason" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["load", "restart"])
+def test_load_is_waited_for_beyond_the_longest_wait_of_the_service(
+    serve: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Each read waits without a limit, and a load that goes on is not an error."""
+    monkeypatch.setattr("headgate.cli.models.RETRY_SECONDS", 0.01)
+    timeouts: list[float | None] = []
+    open_response = Api.open
+
+    def noted(api: Api, method: str, path: str, body: Any, seconds: float | None) -> Any:
+        timeouts.append(seconds)
+        return open_response(api, method, path, body, seconds)
+
+    monkeypatch.setattr(Api, "open", noted)
+    error = {"error": {"message": "it is loading (40 %)", "type": "t", "param": None, "code": "model_loading"}}
+    service = serve({})
+
+    def finish(_: int) -> None:
+        service.answers["POST /models/demo/load"] = Canned(READY.to_json())
+
+    service.answers[f"POST /models/demo/{verb}"] = Canned(
+        status=503, headers={"Retry-After": "60"}, frames=(json.dumps(error).encode(),), gate=finish
+    )
+    assert main([verb, "demo"]) == 0
+    assert capsys.readouterr().err == "demo: ready on cpu, 48.0 MiB\n"
+    assert [request.path for request in service.requests] == [f"/models/demo/{verb}", "/models/demo/load"]
+    assert timeouts == [None, None]
+
+
+def test_ctrl_c_ends_the_wait_for_a_load(serve: Any) -> None:
+    """Exit status 130, no traceback."""
+    began, held = threading.Event(), threading.Event()
+
+    def gate(_: int) -> None:
+        began.set()
+        held.wait(20)
+
+    serve({"POST /models/demo/load": Canned(frames=(b"{}",), gate=gate)})
+    argv = [sys.executable, "-m", "headgate", "load", "demo"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert began.wait(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    held.set()
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
 
 
 def test_answer_of_another_program_is_reported_with_its_status(serve: Any, capsys: Any) -> None:
