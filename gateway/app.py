@@ -76,13 +76,13 @@ def make_app(runtime: Runtime) -> Edge:
     responding = ResponsesApi(store, omit_hosted_tools, lambda: runtime.config.max_body, shared)
     messages = MessagesApi(omit_hosted_tools)
     apis = (*STATELESS_APIS, messages, responding)
-    hot: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
-    hot[ui_routes.CHAT] = Generation(runtime, OpenAIApi(Endpoint.CHAT).parse, dashboard.admit)
-    hot[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
-    hot[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
+    direct: dict[str, App] = {api.path: Generation(runtime, api.parse) for api in apis}
+    direct[ui_routes.CHAT] = Generation(runtime, OpenAIApi(Endpoint.CHAT).parse, dashboard.admit)
+    direct[token_count_routes.PATH] = CountTokens(runtime, messages.parse_counted)
+    direct[token_count_routes.INPUT_TOKENS_PATH] = CountTokens(
         runtime, responding.parse, {"object": "response.input_tokens"}
     )
-    for path, endpoint in hot.items():
+    for path, endpoint in direct.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     app.include_router(operator_routes.health_router(runtime))
     app.include_router(model_routes.router(runtime))
@@ -96,7 +96,7 @@ def make_app(runtime: Runtime) -> Edge:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_defect)
     errors = {api.path: api.error for api in apis}
-    return Edge(app, hot, errors, runtime.config.host, lambda: runtime.config.cors.origins)
+    return Edge(app, direct, errors, runtime.config.host, lambda: runtime.config.cors.origins)
 
 
 def _shared_responses(runtime: Runtime) -> SharedResponses | None:

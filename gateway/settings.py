@@ -191,6 +191,7 @@ class RouteSettings(_Model):
     `resume`: which candidates resume an interrupted answer: any, local ones, or none. Without a resume the answer
     ends in an error frame. `whole_answers`: how a cloud is asked for an answer that the client does not stream.
 
+    `fit_check`: whether a local candidate is skipped while the inference service says that it cannot be loaded.
     `capture`: whether bodies of requests and answers are stored, see `UsageSettings.redact`.
 
     With `parameters`, routes that share a chain serve variants of one loaded model.

@@ -95,8 +95,8 @@ async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str]
 
 
 class Edge:
-    """Wraps the application. `hot` maps a path to the application of its POST requests, `errors` maps a path
-    to its error envelope.
+    """Wraps the application. `direct` maps a path to the application that gets its POST requests instead of `app`,
+    `errors` maps a path to its error envelope.
 
     `bound_host` is the address that the gateway listens on. When it is loopback, requests with another Host are
     rejected, as a protection against DNS rebinding. `cors_origins` returns the origins that are allowed now.
@@ -105,14 +105,14 @@ class Edge:
     def __init__(
         self,
         app: App,
-        hot: Mapping[str, App],
+        direct: Mapping[str, App],
         errors: Mapping[str, ErrorBody],
         bound_host: str,
         cors_origins: Callable[[], tuple[str, ...]],
     ) -> None:
         self._app = app
         self._cors_origins = cors_origins
-        self._hot = hot
+        self._direct = direct
         self._errors = errors
         self._check_host = is_loopback(bound_host)
 
@@ -170,4 +170,4 @@ class Edge:
                 "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "
                 "or let the proxy in front send `Host: localhost`",
             )
-        return (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app
+        return (self._direct.get(scope["path"]) if scope["method"] == "POST" else None) or self._app

@@ -75,7 +75,7 @@ class ColdPlacement:
             lease = await self._leases().acquire(f"placement:{model}", LEASE_SECONDS)
             if lease is not None:
                 self._held[model] = lease
-                self._spawn(self._release(lease, model, view), "placement lease")
+                self._spawn(self._release_when_listed(lease, model, view), "placement lease")
             elif (name := await _loaded(model, view, FOLLOW_SECONDS)) is not None:
                 self._note(model, name)  # by another gateway
                 return
@@ -94,7 +94,7 @@ class ColdPlacement:
         self._recent = {other: one for other, one in self._recent.items() if one[1] > now}
         self._recent[model] = node, now + RECENT_SECONDS
 
-    async def _release(self, lease: Lease, model: str, view: FleetView) -> None:
+    async def _release_when_listed(self, lease: Lease, model: str, view: FleetView) -> None:
         """Keeps the lease until the load is listed, so that another gateway sees it."""
         try:
             await _loaded(model, view, LEASE_SECONDS)

@@ -94,7 +94,10 @@ class Budget(NamedTuple):
 
     @property
     def has_short_gap(self) -> bool:
-        """Whether the client's limit between two bytes may pass before the configured one between two tokens."""
+        """Whether half of the client's limit between two bytes is shorter than `inter_token`.
+
+        The other half is left for candidates that resume the answer.
+        """
         return self.max_gap < 2 * self.limits.inter_token
 
     def resume_seconds_left(self, now: float) -> float:
@@ -146,8 +149,8 @@ class Phase(NamedTuple):
     `last_activity` is when the last frame or comment arrived (at first: when the attempt started). `waiting`: the last
     progress comment says that the request is queued or the model loads. `answered`: content has arrived. `sent`: the
     client has a part of the answer. `last`: no other candidate could answer, or resume, after it. `whole`: the client
-    gets nothing before the end. `opened`: the stream is open, and the client of a resumed answer gets its comments.
-    `idle_since` is since when only keep-alives have arrived; None when the last frame was content or progress.
+    gets nothing before the end. `opened`: the stream is open; from then on the client of a resumed answer gets its
+    comments. `idle_since` is since when only keep-alives have arrived; None after content or progress.
     """
 
     started: float

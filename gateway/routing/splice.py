@@ -171,24 +171,24 @@ class Splice:
 
     def _choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> list[Frame]:
         delta = choice.get("delta")
-        place, name = (choice, "text") if delta is None else (delta, "content")
+        holder, name = (choice, "text") if delta is None else (delta, "content")
         if delta is not None and self._partial.content:  # reasoning about the continuation is not shown
             for reasoning in _REASONING:
                 delta.pop(reasoning, None)
         finishes = choice.get("finish_reason") is not None
-        text = self._place(place.get(name) or "", finishes)
+        text = self._new_text(holder.get(name) or "", finishes)
         if text is None:
             choice["finish_reason"], finishes = "stop", True
             self._is_ended = True
-        if text or place.get(name) is not None:
-            place[name] = text or ""
+        if text or holder.get(name) is not None:
+            holder[name] = text or ""
         says = bool(text) or any(delta.get(reasoning) for reasoning in _REASONING if delta)
         if not (says or finishes or chunk.get("usage") or (delta and "role" in delta)):
             return []
         kind = DeltaKind.FINISH if finishes else DeltaKind.CONTENT if says else DeltaKind.OTHER
         return [Data(dumps(chunk), kind), *([Done()] if self._is_ended else [])]
 
-    def _place(self, text: str, final: bool) -> str | None:
+    def _new_text(self, text: str, final: bool) -> str | None:
         """The new part of the pending text and `text`; None when a stop string ends the answer."""
         if self._pending_text is None:
             return text

@@ -69,7 +69,7 @@ class UsageService:
             self._budgets, keys = await asyncio.to_thread(self._read)
             self._on_keys(accepted(keys))
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            log.warning("the usage file cannot be read, so budgets begin at zero: %s", advice(error))
+            log.warning("the usage file cannot be read, so the use of all keys counts from zero: %s", advice(error))
         self._writer = UsageWriter(
             self._directory, self._retention, self._note_keys, redact=lambda text: redacted(text, self._patterns)
         )

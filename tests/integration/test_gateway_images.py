@@ -219,7 +219,7 @@ async def test_no_url_is_fetched_by_default(tmp_path: Path, fake: FakeInference,
     assert image_server.met == []
 
 
-async def test_host_name_of_this_machine_is_refused(tmp_path: Path, fake: FakeInference) -> None:
+async def test_image_host_that_resolves_to_this_machine_is_refused(tmp_path: Path, fake: FakeInference) -> None:
     """With the address check of the product."""
 
     async def home(host: str, port: int) -> list[str]:

@@ -170,7 +170,7 @@ async def full(vision: Vision, size: int) -> bool:
         return error.code is Code.QUEUE_FULL
 
 
-async def test_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) -> None:
+async def test_image_files_of_waiting_requests_are_limited_in_bytes(vision: Vision) -> None:
     half = MAX_FILES_BYTES // 2
     async with vision.place(None, half) as let_go:
         waiting = asyncio.create_task(_wait(vision, half))

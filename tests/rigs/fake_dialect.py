@@ -72,7 +72,7 @@ class MarkDialect:
 
     name: str = "marks"
     writes_tools: bool = True
-    reasons: bool = True
+    always_has_parts: bool = True
     shows: frozenset[str] = frozenset()
     ends: frozenset[str] = frozenset()
     forces: bool = True
@@ -97,7 +97,7 @@ class MarkDialect:
 
     def wrap(self, form: Form, *, opened: str) -> Form:
         """The form after the thought."""
-        return Then((Literal("()"), form)) if self.reasons else form
+        return Then((Literal("()"), form)) if self.always_has_parts else form
 
     def opening_of(self, message: Mapping[str, Any], *, opened: str) -> AnswerOpening:
         """Its content."""

@@ -193,7 +193,7 @@ def test_reasoning_is_detected_in_the_template_or_the_vocabulary(
     """Its markers are visible tokens."""
     dialect = detect(template, control_texts)
     assert dialect.shows == shown
-    assert dialect.reasons == any("hink" in text.lower() for text in shown)
+    assert dialect.always_has_parts == any("hink" in text.lower() for text in shown)
 
 
 @pytest.mark.parametrize("block", ["function_calls", "tool_calls"])
@@ -389,7 +389,7 @@ def test_tools_are_described_where_the_template_of_a_known_family_drops_them(sou
 
 def test_harmony_gets_reasoning_as_thinking_and_one_call_per_message() -> None:
     """Beside a call the template accepts only one of thinking and content, so they are joined."""
-    assert Harmony().reasons
+    assert Harmony().always_has_parts
     calls = (("a", "now", {}), ("b", "now", {}))
     found = prepared(
         Harmony(),

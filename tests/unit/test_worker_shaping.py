@@ -31,7 +31,7 @@ def chat(mode: Any = "none", name: str | None = None, *, parallel: bool = True, 
 
 def test_plain_answers_without_reasoning_are_not_parsed() -> None:
     for request in (chat(), GenerateRequest("completion")):
-        shape = shaping(reasons=False).shape(request)
+        shape = shaping(always_has_parts=False).shape(request)
         assert (shape.reading, shape.form) == (None, None)
     assert shaping().shape(GenerateRequest("completion")).reading is None
 
@@ -44,7 +44,7 @@ def test_answers_with_reasoning_are_parsed_from_the_end_of_the_prompt() -> None:
 
 
 def test_each_choice_has_its_own_parser() -> None:
-    reading = shaping(reasons=False).shape(chat("auto")).reading
+    reading = shaping(always_has_parts=False).shape(chat("auto")).reading
     assert reading is not None
     assert reading.parser() is not reading.parser()
 
@@ -91,7 +91,7 @@ def test_forced_call_is_a_form() -> None:
 
 
 def test_answer_with_optional_tools_is_a_call_or_has_the_format() -> None:
-    form, param = formed(chat("auto", form=FORMAT, form_param="regex"), reasons=False)
+    form, param = formed(chat("auto", form=FORMAT, form_param="regex"), always_has_parts=False)
     assert isinstance(form, OneOf)
     assert form.parts[0] == FORMAT
     assert isinstance(form.parts[1], Repeat)

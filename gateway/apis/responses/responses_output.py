@@ -154,7 +154,10 @@ class Message(Item):
 
 
 class Call(Item):
-    """One function call. `key` is its index in the chat; `name` and `namespace` are those of the request."""
+    """One function call. `key` is its `index` among the tool calls of the chat completion.
+
+    `name` and `namespace` are those of the request.
+    """
 
     def __init__(self, id: str, index: int, key: int, call_id: str, name: str, namespace: str) -> None:
         super().__init__(id, index)

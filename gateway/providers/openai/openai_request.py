@@ -36,7 +36,13 @@ _KEYWORDS = frozenset((
 ))  # fmt: skip
 _MEANINGS = ("type", "anyOf", "$ref")
 """A schema with none of these keywords counts as not strict."""
-_HOLDERS: Mapping[str, type] = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "required": list}
+_KEYWORD_TYPES: Mapping[str, type] = {
+    "properties": dict,
+    "$defs": dict,
+    "definitions": dict,
+    "anyOf": list,
+    "required": list,
+}
 
 _CHAT: Mapping[Flavor, Profile] = {
     Flavor.OPENAI: OPENAI_CHAT,
@@ -162,7 +168,7 @@ def _chat(body: ChatRequest, model: str, flavor: Flavor) -> ChatRequest:
             sent.max_completion_tokens = sent.max_tokens
         sent.max_tokens = None  # newer models reject the old name, all models accept the new one
         for name in _unknown_to(model, body.reasoning_effort):
-            setattr(sent, name, None)  # a sampling parameter, which may be dropped, or a neutral value
+            setattr(sent, name, None)  # other values were refused before: this is a neutral or a droppable one
         if body.from_messages:
             _keep_messages_semantics(sent)
     return sent
@@ -181,8 +187,8 @@ def _effort(effort: str, model: str, flavor: Flavor) -> str | None:
 def _keep_messages_semantics(sent: ChatRequest) -> None:
     """Adapts fields of a Messages API request whose meaning differs at OpenAI.
 
-    Clients must set `max_tokens` there and often set more than some models accept. Strict schemas may have optional
-    properties there; at OpenAI such a schema is sent without `strict`.
+    The Messages API requires `max_tokens`, and clients often set more than some models of OpenAI accept. Its strict
+    schemas may have optional properties; such a schema is sent to OpenAI without `strict`.
     """
     limit, most = sent.max_completion_tokens, answer_limit(sent.model)
     if limit is not None and most is not None:
@@ -215,7 +221,7 @@ def _is_accepted(schema: Any) -> bool:
         return False
     if "$ref" in schema and len(schema) > 1:
         return False
-    if not all(isinstance(schema[name], kind) for name, kind in _HOLDERS.items() if name in schema):
+    if not all(isinstance(schema[name], kind) for name, kind in _KEYWORD_TYPES.items() if name in schema):
         return False
     type_ = schema.get("type", [])
     kinds = type_ if isinstance(type_, list) else [type_]

@@ -97,7 +97,7 @@ def services(session: Session, loaded: list[Any]) -> Iterator[Finding]:
     """The services: not running with free ports, or running and accepting the keys of this user."""
     record = addresses.Record.read(session.state)
     if record is not None:
-        yield ok("headgate up", f"runs (pid {record.pid}) with {record.config_dir or 'another configuration'}")
+        yield ok("headgate up", f"runs (pid {record.pid}) with {record.config_dir or 'an unknown configuration'}")
     inference, gateway = loaded
     for api, host, port in (
         (addresses.inference(session), inference.settings.host, inference.settings.port),
@@ -158,7 +158,11 @@ def keys(session: Session, gateway: Any) -> Iterator[Finding]:
         yield ok("keys", f"{len(gateway.keys)} in gateway.yaml")
     else:
         found = addresses.gateway_key(session.environ, session.state)
-        source = "generated at the first start" if found is None else f"from {found.variable or found.file}"
+        source = (
+            "none yet; the first start of the gateway generates one"
+            if found is None
+            else f"from {found.variable or found.file}"
+        )
         yield ok("keys", source)
     used = {entry.partition("/")[0] for route in gateway.routes.values() for entry in route.chain}
     for name, provider in gateway.providers.items():

@@ -39,9 +39,9 @@ def install() -> None:
 
 
 def encode_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """The same message as from the SDK's `encode_spans`, which encodes a batch that begins with another library's span.
+    """The same message as from the SDK's `encode_spans`; `spans` must not be empty.
 
-    `spans` must not be empty.
+    A batch that begins with a span of another library is passed on to that function.
     """
     if spans[0].instrumentation_scope is not SCOPE:
         return sdk_encode_spans(spans)

@@ -24,7 +24,7 @@ class Before:
 
     def observed(self, device: Reading, ledger: Ledger, own: str, buffer_bytes: int) -> int | None:
         """The bytes of a worker beyond its buffers and the growth of others; None when other holdings came or went."""
-        if _residents(ledger, device.id, own) != self.others or _moving(ledger, device.id, own):
+        if _residents(ledger, device.id, own) != self.others or _is_loading_or_releasing(ledger, device.id, own):
             return None
         grown = _bytes_of(ledger, device.id, self.others) - self.others_bytes
         return device.used_bytes - self.used_bytes - grown - buffer_bytes
@@ -39,6 +39,6 @@ def _bytes_of(ledger: Ledger, device: str, holdings: frozenset[str]) -> int:
     return sum(ledger.holdings[id].bytes[device] for id in holdings)
 
 
-def _moving(ledger: Ledger, device: str, own: str) -> bool:
+def _is_loading_or_releasing(ledger: Ledger, device: str, own: str) -> bool:
     found = (item for item in ledger.holdings.values() if device in item.bytes and item.id != own)
     return any(item.phase in (Phase.RESERVED, Phase.RELEASING) for item in found)

@@ -48,7 +48,7 @@ class _Excess:
     """One exceeded limit: the excess in bytes or models, and what each model that may be evicted releases of it."""
 
     reason: str
-    missing: int
+    amount: int
     gives: tuple[int, ...]
 
 
@@ -58,10 +58,10 @@ def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
     Models that are already leaving are not counted. If foreign use alone exceeds a limit, all models there are evicted.
     """
     stage = Stage.of(now.ledger, models).without(EvictionState.LEAVING)
-    found = [item for item in _excesses(before, now, stage) if item.missing > 0]
-    missing = [min(item.missing, sum(item.gives)) for item in found]
+    found = [item for item in _excesses(before, now, stage) if item.amount > 0]
+    to_release = [min(item.amount, sum(item.gives)) for item in found]
     gives = list(zip(*(item.gives for item in found), strict=True))
-    chosen = cheapest(_costs(stage.models, now.policy.now), gives, missing) if gives else ()
+    chosen = cheapest(_costs(stage.models, now.policy.now), gives, to_release) if gives else ()
     assert chosen is not None  # the excess is at most what all of them release
     return Surplus(tuple(stage.models[at] for at in chosen), tuple(item.reason for item in found))
 

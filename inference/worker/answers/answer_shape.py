@@ -57,7 +57,7 @@ class Shaping:
     def _reading(self, request: GenerateRequest, opened: str) -> Reading | None:
         dialect, choice = self._dialect, request.choice
         tools = request.tools if choice.mode != "none" else ()
-        if request.kind != "chat" or dialect is None or not (tools or dialect.reasons):
+        if request.kind != "chat" or dialect is None or not (tools or dialect.always_has_parts):
             return None
         return Reading(
             parser=lambda: dialect.parser(tools=tools, opened=opened),

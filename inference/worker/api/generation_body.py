@@ -292,7 +292,9 @@ def _answer_so_far(given: ChatBody | CompletionRequest, form_param: str) -> Answ
 def _check_resumed(given: CompletionRequest, prompts: Sequence[Prompt], so_far: AnswerSoFar) -> None:
     """A completion that is continued is one text after one prompt."""
     if so_far.reasoning_content:
-        raise _not_together(SO_FAR, "reasoning_content")
+        raise BadRequestError(
+            f"{SO_FAR}.reasoning_content is for chats only; remove it", SO_FAR, code=Code.UNSUPPORTED_PARAMETER
+        )
     if len(prompts) > 1:
         raise BadRequestError(
             f"{SO_FAR} cannot be combined with several prompts; send one prompt",

@@ -50,8 +50,8 @@ class Dialect(abc.ABC):
         self._about = about
 
     @property
-    def reasons(self) -> bool:
-        """Whether answers have parts even without tools; otherwise they need no parser."""
+    def always_has_parts(self) -> bool:
+        """Whether answers have parts, such as reasoning, even without tools; otherwise they need no parser then."""
         return self.thinking is not None
 
     @property

@@ -423,7 +423,7 @@ class Engine:
         ended = self._scheduler.failed()
         for job in ended:
             self._end(job, WorkerError(Code.MODEL_FAILED, message))
-        log.error("%s: %d requests failed", message, len(ended))
+        log.error("%s: %d sequences failed", message, len(ended))
         self._runner.failed(message)
 
     # --- requests ----------------------------------------------------------------------------------------------------

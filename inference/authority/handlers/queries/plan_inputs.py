@@ -48,43 +48,43 @@ def request_for(state: State, spec: ModelSpec, devices: Sequence[Reading], *, di
     options = [
         Option(device.id, known[device.id].need, fallback=has_accelerator and device.id == CPU) for device in devices
     ]
-    here = {device.id for device in devices}
-    splits = [item for item in known.values() if item.counts and here.issuperset(item.counts)]
+    ids = {device.id for device in devices}
+    splits = [item for item in known.values() if item.counts and ids.issuperset(item.counts)]
     options += [Option(next(iter(item.counts)), item.need, layers=item.counts) for item in splits]
-    there = [device for device in devices if device.id != CPU]
-    spread = _spread(spec, known, there, splits, divide=divide) if devices else None
+    accelerators = [device for device in devices if device.id != CPU]
+    spread = _spread(spec, known, accelerators, splits, divide=divide) if devices else None
     return Request(spec.id, tuple(options), spec.dedicated, spread, split_mode=spec.split_mode)
 
 
 def _spread(
     spec: ModelSpec,
     estimates: Mapping[str, Estimate],
-    there: Sequence[Reading],
+    accelerators: Sequence[Reading],
     splits: Sequence[Estimate],
     *,
     divide: bool,
 ) -> Spread | None:
     """The layers of the model, calibrated with the estimates on one device and with measured splits."""
-    over = tuple(device.id for device in there)
-    first = over[0] if over else CPU
+    accelerator_ids = tuple(device.id for device in accelerators)
+    first = accelerator_ids[0] if accelerator_ids else CPU
     measured = estimates[first]
     parameters = parameters_of(spec, first)
-    layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
+    layers = layers_of(parameters, measured.parts, accelerator_ids[0] if accelerator_ids else None, measured.sizes)
     if layers is None:
         return None
     layers = replace(layers, by_tensor=spec.split_mode == "tensor")
     overhead = measured.beyond_parts
-    for name in over:
+    for name in accelerator_ids:
         overhead[name] = estimates[name].beyond_parts.get(name, 0)
     known = dict(overhead)
     for item in splits:
         modelled = layers.need(item.counts, known)
         for name, count in item.need.items():
             overhead[name] = max(overhead.get(name, 0), known.get(name, 0) + count - modelled[name])
-    obstacle = next((why for name in over if (why := estimates[name].split_problem)), "")
+    obstacle = next((why for name in accelerator_ids if (why := estimates[name].split_problem)), "")
     if spec.split_mode == "tensor" and spec.lora:
         obstacle = obstacle or "llama.cpp does not divide LoRA adapters by tensor; set split_mode: layer"
-    return Spread(layers, over, overhead, divide, obstacle)
+    return Spread(layers, accelerator_ids, overhead, divide, obstacle)
 
 
 # --- what is held now ------------------------------------------------------------------------------------------------

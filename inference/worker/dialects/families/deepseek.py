@@ -34,8 +34,8 @@ Several calls stand side by side, each from {begin} to {end}. If no function hel
 
 class DeepSeekParser(CallReader):
     """Reasoning, then text and calls. V3 and R1 write a type, the name on the same line and fenced arguments; V3.1
-    writes the name and bare arguments. The markers are unique, so a call of an unknown function counts as a call. The
-    marker around all calls, the fence and the closing markers may be missing.
+    writes the name and bare arguments. Only calls have these markers, so a call of an unknown function is a call too.
+    The marker around all calls, the fence and the closing markers may be missing.
     """
 
     def called(self) -> Steps[None]:

@@ -27,8 +27,8 @@ _VALUE_END = Markers(_PARAMETER_END)
 
 
 class DsmlParser(TaggedReader):
-    """Reasoning, then text and calls. The token is unique, so a call of an unknown function counts as a call. A block
-    of either name may enclose all calls, or none; closing tags may be missing.
+    """Reasoning, then text and calls. Only calls have this token, so a call of an unknown function is a call too. A
+    block of either name may enclose all calls, or none; closing tags may be missing.
     """
 
     def called(self) -> Steps[None]:

@@ -44,8 +44,8 @@ class HarmonyParser(Reader):
     """A message on the channel `analysis` is reasoning, a message to `functions.NAME` is a call, others are content.
     The recipient may be before or after the channel.
 
-    The recipient is unique, so a call of an unknown function counts as a call. A message to another recipient, such as
-    a tool of the vendor, is content, including its header. Two messages of one kind are separated by an empty line;
+    Only calls have this recipient, so a call of an unknown function is a call too. A message to another recipient, as
+    to a tool of the vendor, is content, including its header. Two messages of one kind are separated by an empty line;
     other white space is kept, except around arguments and between messages. A header that the end of the answer cuts
     off is dropped.
     """
@@ -159,7 +159,7 @@ class Harmony(Dialect):
         super().__init__(text_arguments=text_arguments, about=None if presents else _ABOUT)
 
     @property
-    def reasons(self) -> bool:
+    def always_has_parts(self) -> bool:
         """Every answer has channels."""
         return True
 
@@ -218,7 +218,9 @@ class Harmony(Dialect):
 
 
 def _begun(opened: str) -> str:
-    """The part of the header of the answer's first message in the prompt, without the role."""
+    """What the prompt already contains of the answer's first message, after the role: its header or a part of it, and
+    perhaps the beginning of its text.
+    """
     return opened.rpartition(START)[2].removeprefix("assistant") if START in opened else ""
 
 

@@ -37,8 +37,8 @@ Write one such block for every call, and nothing after the last one. The results
 
 
 class HermesParser(CallReader):
-    """Reasoning, then text and calls in any order. The marker is unique, so a call of an unknown function counts as a
-    call; the closing marker may be missing.
+    """Reasoning, then text and calls in any order. Only calls have this marker, so a call of an unknown function is a
+    call too; the closing marker may be missing.
     """
 
     def called(self) -> Steps[None]:
