@@ -76,7 +76,7 @@ def started(tmp_path: Path, file: Path) -> Iterator[Any]:
 
 @dataclass
 class Replacement:
-    """A model, and what is replaced while it is not loaded; it needs `grown_bytes` more then."""
+    """A model, and the replacement of one of its files. `grown_bytes`: it then needs over this more (negative: less)."""
 
     path: Path
     changed: Path
@@ -131,12 +131,14 @@ def test_a_replaced_file_is_planned_and_loaded(
     replacement = prepare(tmp_path)
     rig = started(replacement.path, **replacement.settings)
     before = rig.planned_bytes()
-    rig.load()
+    loaded_before = rig.load()
     rig.unload()
     replacement.replace()
     after = rig.planned_bytes()
     assert (after - before) / replacement.grown_bytes > 1
-    assert rig.load() == pytest.approx(after, abs=2**23)
+    loaded = rig.load()
+    assert loaded == pytest.approx(after, abs=2**23)
+    assert (loaded - loaded_before) / replacement.grown_bytes > 1
     assert "the file of a changed: " in rig.log
     assert str(replacement.changed) in rig.log
 
@@ -157,6 +159,7 @@ def test_a_loaded_model_serves_its_old_file_until_it_is_unloaded(started: Any, f
 
 
 def test_a_later_part_alone_counts_as_a_change(started: Any, tmp_path: Path) -> None:
+    """A missing part is named when the load fails."""
     parts = tiny_gguf.in_parts(tmp_path)
     rig = started(parts[0])
     rig.load()

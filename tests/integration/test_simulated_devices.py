@@ -31,7 +31,7 @@ def control(stack: Stack) -> Control:
 
 
 def test_models_run_on_simulated_devices_until_they_are_cut(stack: Stack) -> None:
-    """Estimated bytes equal the count of the device; a cut device loses its models to the other one."""
+    """The device counts the planned bytes; after it is cut, the other one runs the model."""
     shown = {device["id"]: device for device in stack.ask("/devices", direct=True)["devices"]}
     assert [(name, device["kind"]) for name, device in shown.items()] == [
         ("gpu-0", "sim"),
@@ -39,6 +39,7 @@ def test_models_run_on_simulated_devices_until_they_are_cut(stack: Stack) -> Non
         ("cpu", "cpu"),
     ]
     assert shown["gpu-0"]["total_bytes"] == 600 * 2**20
+    planned = stack.ask("/memory/plan", {"model": "demo"}, direct=True)["need_bytes"]
     assert stack.ask("/v1/chat/completions", chat_body("hello", max_tokens=4))["choices"]
     model = stack.model("demo")
     (device,) = model["devices"]
@@ -47,6 +48,7 @@ def test_models_run_on_simulated_devices_until_they_are_cut(stack: Stack) -> Non
         there = rig.tell("status")
         assert there[device]["allocations"] > 0
         assert there[other]["allocations"] == 0
+        assert there[device]["used_bytes"] == planned[device]
         rig.tell("cut", device)
         assert rig.tell("status")[device]["used_bytes"] == 0
         # An idle worker does not notice; the next request does, and is answered elsewhere.
@@ -105,7 +107,7 @@ def state_of(stack: Stack, device: str) -> str:
     return str(next(item["state"] for item in devices if item["id"] == device))
 
 
-def test_failed_planned_allocation_is_reported_and_can_be_repeated(stack: Stack) -> None:
+def test_load_whose_allocation_fails_is_reported_and_can_be_repeated(stack: Stack) -> None:
     """The memory was not free: the load fails with the cause, its memory is released, and the next load succeeds."""
     with control(stack) as rig:
         rig.tell("refuse", count=1)
