@@ -76,7 +76,10 @@ def started(tmp_path: Path, file: Path) -> Iterator[Any]:
 
 @dataclass
 class Replacement:
-    """A model, and the replacement of one of its files. `grown_bytes`: it then needs over this more (negative: less)."""
+    """A model and the replacement of one of its files, with which it needs more than `grown_bytes` more.
+
+    With negative `grown_bytes` it needs less.
+    """
 
     path: Path
     changed: Path

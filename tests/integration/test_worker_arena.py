@@ -140,7 +140,7 @@ TestArena.settings = settings(max_examples=12, stateful_step_count=25, deadline=
 
 
 def test_only_one_process_uses_an_arena(keep: int) -> None:
-    """The next one has it when the first has ended, however that happens."""
+    """The next process gets it after the first one has ended, even by SIGKILL."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.rigs.stored_entries", "arena", str(keep), "1"],
         pass_fds=[keep], stdout=subprocess.PIPE,
@@ -185,7 +185,7 @@ def test_entries_are_complete_or_gone_after_a_kill(keep: int) -> None:
 
 
 def test_memory_of_a_removed_entry_serves_the_next_ones() -> None:
-    """It is divided; only rests that are too small for anything are returned."""
+    """It is divided. A rest that is too small for any entry is returned to the system."""
     arena = Arena()
     assert arena.open()
     first = arena.allocate(10 * 2**20, MOST)
@@ -201,7 +201,7 @@ def test_memory_of_a_removed_entry_serves_the_next_ones() -> None:
 
 
 def test_spare_memory_gives_way_to_the_limit() -> None:
-    """An entry that fits into no spare region takes their place."""
+    """Spare regions are returned to the system when an entry fits into none of them."""
     arena = Arena()
     assert arena.open()
     arena.release(arena.allocate(6 * 2**20, MOST), spare=True)
@@ -210,8 +210,8 @@ def test_spare_memory_gives_way_to_the_limit() -> None:
     arena.close()
 
 
-def test_without_memory_files_entries_end_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else works as with them."""
+def test_arena_works_on_systems_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entries do not outlive the process there."""
     monkeypatch.delattr(os, "memfd_create")
     arena = Arena()
     assert arena.open()

@@ -44,7 +44,7 @@ def held(context: Context) -> list[int]:
 
 @pytest.mark.parametrize("slots", [(0, 2, 4, 6), (1, 5), (0, 1, 7), (0, 7)])
 def test_slots_between_the_rows_of_a_step_are_unchanged(context: Context, slots: tuple[int, ...]) -> None:
-    """With slots between that are empty, in use, or too many to be computed along."""
+    """The slots between are empty, in use, or too many to be computed with the step."""
     alone = {}
     for slot in slots:
         fill(context, slot, PROMPT)
@@ -63,7 +63,7 @@ def test_slots_between_the_rows_of_a_step_are_unchanged(context: Context, slots:
 
 
 def test_full_slot_between_the_rows_of_a_step_is_not_computed(context: Context) -> None:
-    """It has no cell for another token; a step never fails for that reason."""
+    """It has no cell for another token, and the step succeeds nevertheless."""
     assert WIDEST_GAP >= 1
     for slot, tokens in ((0, PROMPT), (1, (PROMPT * 7)[:CONTEXT]), (2, PROMPT)):
         fill(context, slot, tokens)
@@ -74,7 +74,7 @@ def test_full_slot_between_the_rows_of_a_step_is_not_computed(context: Context) 
 
 
 def test_copied_prefix_gives_the_same_logits(context: Context) -> None:
-    """Also copies of copies, and of a source that is cleared before the next step."""
+    """Also a copy of a copy, and one whose source is cleared before the next step."""
     fill(context, 0, [*PROMPT, 7, 8, 9])
     context.copy(0, 5, len(PROMPT))
     context.copy(5, 2, len(PROMPT))
@@ -102,8 +102,8 @@ def test_rows_of_prompts_and_answers_in_one_step_get_their_own_logits(context: C
 
 
 @pytest.mark.parametrize(("context_length", "worth"), [(256, 16), (2048, 16), (8192, 64)])
-def test_prefix_is_copied_from_a_128th_of_the_context_on(context_length: int, worth: int) -> None:
-    """And from 16 tokens on; shorter prefixes are computed again. The owner still answers, so its slot is used."""
+def test_prefix_is_copied_if_it_has_a_128th_of_the_context_and_16_tokens(context_length: int, worth: int) -> None:
+    """A shorter one is computed again. The request with the prefix still runs, so that its slot cannot be reused."""
     with engine_rig(tiny_gguf.generative(), parallel=3, context_length=context_length) as rig:
         prompt = [3 + number % 50 for number in range(worth)]
         owner = rig.ask([*prompt, 60], max_tokens=30)

@@ -54,7 +54,7 @@ def test_echoed_prompt_is_scored_for_evaluation_harnesses(worker: WorkerRig) -> 
 
 
 def test_scores_of_prompt_and_answer_are_one_list(worker: WorkerRig) -> None:
-    """In one list, whole or streamed, with offsets into the visible text."""
+    """Whole and streamed, with offsets into the visible text."""
     body = {"prompt": "the water", "echo": True, "logprobs": 0}
     whole = answer(worker, **body)["choices"][0]
     plain = answer(worker, prompt="the water", logprobs=0)["choices"][0]

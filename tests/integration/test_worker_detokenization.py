@@ -78,8 +78,9 @@ def rig() -> Iterator[EngineRig]:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_bytes_in_log_probabilities_are_those_of_the_text(rig: EngineRig, seed: int) -> None:
-    """At a temperature that breaks characters; every token's offset is where its text begins. Control tokens have bytes
-    there and no text, so none is drawn.
+    """The temperature is so high that characters are broken. The offset of each token is where its text begins.
+
+    Control tokens have bytes and no text, so the bias excludes them.
     """
     hot = Sampling(temperature=2.0, top_k=0, min_p=0.0, seed=seed, logit_bias=tuple((t, 30.0) for t in range(4, 260)))
     outputs = rig.answer([5, 6, 7], sampling=hot, logprobs=1, max_tokens=20)

@@ -58,10 +58,10 @@ def test_model_is_loaded_on_the_remote_device(tmp_path: Path, endpoint: tuple[st
         assert rig.post("/v1/completions", body)[1]["usage"]["completion_tokens"] == 8
         server.kill()
         server.wait(10)
-        with pytest.raises((OSError, AssertionError)):
+        with pytest.raises(OSError):
             rig.post("/v1/completions", {**body, "prompt": "something else"})
         assert rig.wait(10) == -signal.SIGABRT
-        assert "Remote RPC server" in rig.log or "rpc" in rig.log.lower()
+        assert "Remote RPC server" in rig.log
 
 
 def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:

@@ -108,7 +108,7 @@ def test_reading_does_not_wait_for_what_is_no_file(tier: DiskTier, tmp_path: Pat
 def test_a_directory_in_the_place_of_an_entry_gives_way(
     tier: DiskTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would pause all writes again and again."""
+    """Otherwise each write of this sequence would fail and pause all writes."""
     write(tier, SMALL[0])
     path = file_of(tier, tmp_path, SMALL[0])
     path.unlink()
@@ -143,7 +143,7 @@ def test_a_header_with_more_tokens_than_the_context_costs_no_memory(
 def test_a_file_of_another_form_of_the_model_is_removed(
     tier: DiskTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was put into the wrong directory; where it belongs, it is not touched."""
+    """Only if it is in the wrong directory. In its own directory it is not touched."""
     write(tier, SMALL[0])
     other = DiskTier(tmp_path / "kv", OTHER_KEY, PLENTY)
     assert numbers(other) == []
@@ -378,11 +378,12 @@ def test_a_slow_disk_pauses_the_writes(tmp_path: Path, caplog: pytest.LogCapture
     tier = DiskTier(tmp_path, KEY, PLENTY, ticks=tick)
     write(tier, SMALL[0])
     assert "is slow" in caplog.text
+    assert tier.is_paused
     assert read(tier, SMALL[0]) == SMALL[0]
 
 
 def test_an_abandoned_write_leaves_no_file(tier: DiskTier, tmp_path: Path) -> None:
-    """The worker ends and does not wait for its end."""
+    """As when the worker ends during the write."""
     with pytest.raises(AbandonedError):
         write(tier, LARGE[0], lambda: True)
     assert files(tmp_path) == []

@@ -240,9 +240,9 @@ def test_penalties_beyond_the_float_range_do_not_exclude_every_token(rig: Engine
 
 
 def test_dry_ends_a_repetition(rig: EngineRig) -> None:
-    """Greedy sampling repeats the best token without an end; with DRY another one follows."""
+    """The best token is the same at each step. With DRY another one is drawn too, unless the best one is a breaker."""
     logits = _logits(rig)
-    gate = rig.model.tokenize("a")[-1]
+    best = rig.model.tokenize("a")[-1]
     runs = []
     for breakers in (("~",), ("a",)):
         sampling = Sampling(temperature=0.0, dry_sequence_breakers=breakers, **DRY)
@@ -250,11 +250,11 @@ def test_dry_ends_a_repetition(rig: EngineRig) -> None:
         runs.append([])
         for _step in range(12):
             logits[:] = 0.0
-            logits[gate], logits[300] = 5.0, 4.0
+            logits[best], logits[300] = 5.0, 4.0
             runs[-1].append(sampler.sample(2))
         sampler.close()
     assert runs[0].count(300) > 0
-    assert runs[1] == [gate] * 12
+    assert runs[1] == [best] * 12
 
 
 def test_end_token_is_not_sampled_before_min_tokens(rig: EngineRig) -> None:
@@ -274,7 +274,7 @@ def test_end_token_is_not_sampled_before_min_tokens(rig: EngineRig) -> None:
 
 
 def test_completed_form_ends_the_answer_before_min_tokens(rig: EngineRig, compiler: Compiler) -> None:
-    """And one that may continue does so until then."""
+    """A form that allows more text continues until then."""
     sampling = Sampling(temperature=1.0, seed=1, min_tokens=20)
     assert _text(rig, _answer(rig, sampling, Regex("yes|no"), compiler)) in ("yes", "no")
     assert len(_answer(rig, sampling, Regex("[a-z ]{1,300}"), compiler)) > 20

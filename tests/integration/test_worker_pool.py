@@ -57,7 +57,7 @@ def empty(own: StoreRig, pool: StoreRig) -> None:
 
 
 def has_room(rig: StoreRig, tokens: int) -> bool:
-    """Whether `count` tokens fit beside the present ones; the last slot is empty before and after."""
+    """Whether that many tokens fit beside the present ones; the last slot is empty before and after."""
     slot = PARALLEL - 1
     status = Decode.OK
     for start in range(0, tokens, 512):
@@ -113,10 +113,9 @@ def test_a_copy_goes_on_like_its_source_which_is_unchanged(own: StoreRig, pool: 
     assert pool.go_on(2, PROMPT) == known
 
 
-def test_copies_share_cells(pool: StoreRig, name: str) -> None:
+@pytest.mark.parametrize("name", ["gqa", "window", "hybrid"], indirect=True)
+def test_copies_share_cells(pool: StoreRig) -> None:
     """Two copies of 1,200 tokens leave room for a third sequence; without sharing they would not."""
-    if name == "recurrent":
-        return
     prompt = random_tokens(3, 1200)
     pool.fill(0, prompt)
     pool.context.copy(0, 1, len(prompt))
@@ -144,10 +143,9 @@ def test_part_of_a_sequence_is_copied(own: StoreRig, pool: StoreRig, name: str) 
     assert pool.go_on(0, [*PROMPT, 20]) == own.cold(array("i", [*PROMPT, 20]))
 
 
-def test_windows_of_all_sequences_always_have_room(pool: StoreRig, name: str) -> None:
-    """Copies that all continue to other tokens: each has the cells of its window, however the copies were made."""
-    if name != "window":
-        return
+@pytest.mark.parametrize("name", ["window"], indirect=True)
+def test_windows_of_all_sequences_always_have_room(pool: StoreRig) -> None:
+    """Copies that continue with different tokens: each has the cells of its window, also a copy of a copy."""
     prompt = random_tokens(5, 600)
     pool.fill(0, prompt)
     for slot in (1, 2, 3):
@@ -191,7 +189,7 @@ def test_a_pool_of_impossible_size_fails_the_load(kv_cells: int) -> None:
 
 
 def test_a_pool_may_be_as_small_as_one_sequence() -> None:
-    """The other sequences then wait until it has cells for them."""
+    """The sequences then run one after the other."""
     with store_rig(tiny_gguf.generative(), context_length=256, parallel=64, kv_cells=256) as rig:
         assert rig.context.cells == 256
         assert rig.cold(random_tokens(1, 200)) == rig.cold(random_tokens(1, 200), 63)

@@ -1,4 +1,4 @@
-"""How models pool: each kind of pooling against its definition, and what is refused at load."""
+"""How models pool the vectors of tokens, and which kinds of pooling are refused at load."""
 
 from __future__ import annotations
 

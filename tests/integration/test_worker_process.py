@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -159,7 +161,7 @@ def test_stop_ends_streams_with_an_error(tmp_path: Path) -> None:
 
 
 def test_worker_ends_when_its_link_closes(tmp_path: Path) -> None:
-    """Also during a stream."""
+    """Even during a stream."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
         next(rig.stream(CHAT, LONG))
@@ -174,12 +176,8 @@ def test_killed_worker_leaves_no_open_port(tmp_path: Path) -> None:
         frames = rig.stream(CHAT, LONG)
         next(frames)
         rig.process.kill()
-        try:
-            rest = list(frames)
-        except (OSError, Exception) as error:
-            assert type(error).__name__ in ("IncompleteRead", "ConnectionResetError")
-            rest = []
-        assert b"data: [DONE]" not in rest
+        with contextlib.suppress(http.client.IncompleteRead, ConnectionResetError):
+            assert b"data: [DONE]" not in list(frames)
         assert rig.wait(2) == -signal.SIGKILL
         with rig.connection() as connection, pytest.raises(ConnectionRefusedError):
             connection.request("GET", "/livez")
@@ -214,21 +212,21 @@ def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
         wait_until("the worker is gone", lambda: not is_alive(worker), seconds=5)
 
 
-def test_worker_started_by_a_user_prints_a_hint(tmp_path: Path) -> None:
+def test_worker_started_by_a_user_prints_a_hint() -> None:
     done = subprocess.run([sys.executable, "-m", "inference.worker"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2
     assert "started by the inference service" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_worker_whose_parent_is_not_the_service_ends(tmp_path: Path) -> None:
+def test_worker_whose_parent_is_not_the_service_ends() -> None:
     """The parent ended before the worker could check it."""
     env = {**os.environ, worker_link.LINK_FD_ENV: "0", worker_link.SOCKET_FD_ENV: "1", worker_link.PARENT_ENV: "1"}
     done = subprocess.run([sys.executable, "-m", "inference.worker"], env=env, capture_output=True, timeout=20)
-    assert done.returncode == 1
+    assert (done.returncode, done.stderr) == (1, b""), "the worker did not start"
 
 
-def test_abort_in_ggml_is_written_to_stderr(tmp_path: Path) -> None:
+def test_abort_in_ggml_is_written_to_stderr() -> None:
     """An abort inside ggml writes to stderr after the log lines before it and ends the process by SIGABRT."""
     script = (
         "import sys; from inference.worker import llama\n"
@@ -239,8 +237,7 @@ def test_abort_in_ggml_is_written_to_stderr(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert done.returncode == -signal.SIGABRT
-    assert "it broke" in done.stderr
-    assert "the line before" in done.stderr
+    assert "the line before\nhere.c:7: it broke" in done.stderr
 
 
 def test_lora_adapter_changes_the_answer(tmp_path: Path) -> None:

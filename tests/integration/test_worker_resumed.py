@@ -69,7 +69,7 @@ def shown(rig: WorkerRig, path: str, body: dict[str, Any]) -> list[str]:
 
 
 def test_resumed_answer_longer_than_the_context_is_refused(rig: WorkerRig) -> None:
-    """A complete answer ends at once."""
+    """An answer that has `max_tokens` already ends at once."""
     status, response = rig.post(CHAT, {**MILL, "answer_so_far": {"content": "water " * 400}})
     assert (status, response["error"]["code"], response["error"]["param"]) == (
         400,

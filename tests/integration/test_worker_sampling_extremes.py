@@ -89,7 +89,7 @@ def test_every_combination_of_parameters_draws_tokens(
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=0, min_p=0.0), Sampling(typical_p=0.5)])
-def test_logits_that_are_nan_fail_only_one_request(rig: EngineRig, wrong: float, sampling: Sampling) -> None:
+def test_logits_that_are_not_finite_fail_only_one_request(rig: EngineRig, wrong: float, sampling: Sampling) -> None:
     """The other sequences of the same batch continue."""
     make = rig.engine._make_sampler
 

@@ -1,4 +1,4 @@
-"""Answers with proposals on real models: equal to the byte, with the same cells. Some models have no proposals.
+"""Answers with proposed tokens on real models: equal to the byte, with the same cells. Some models propose none.
 
 With one thread, flash attention and Q8_0 weights (`demo`), a step with several tokens of one sequence has the bits of
 single steps. With other weights (`tiny`) the last digits of logits differ.

@@ -1,4 +1,4 @@
-"""A throttled worker: fewer sequences at once, nothing retained, the same answers."""
+"""A throttled worker computes fewer sequences at once, drops retained prefixes, and gives the same answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from inference import worker_link
+from inference.worker.answers.generation import Output
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.processes import wait_until
@@ -24,13 +25,18 @@ def max_at_once(rig: EngineRig) -> int:
     return most
 
 
+def text_of(outputs: list[Output]) -> str:
+    assert outputs[-1].finish
+    return "".join(output.text for output in outputs)
+
+
 def test_limit_delays_waiting_requests_and_can_be_lifted() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
-        free = [rig.answer(prompt) for prompt in PROMPTS]
+        alone = [text_of(rig.answer(prompt)) for prompt in PROMPTS]
         rig.engine.limit(1)
         held_back = [rig.ask(prompt) for prompt in PROMPTS]
         assert max_at_once(rig) == 1
-        assert [rig.outputs(ticket)[-1].finish for ticket in held_back] == [results[-1].finish for results in free]
+        assert [text_of(rig.outputs(ticket)) for ticket in held_back] == alone
         rig.engine.limit(4)
         for prompt in PROMPTS:
             rig.ask(prompt)
@@ -53,12 +59,16 @@ def test_running_request_keeps_its_slot_when_the_limit_is_lowered() -> None:
 def test_retained_prefixes_are_dropped_and_running_sequences_are_not() -> None:
     with engine_rig(tiny_gguf.generative()) as rig:
         prompt = list(range(5, 45))
+        alone = text_of(rig.answer(PROMPTS[0]))
         rig.answer(prompt)
         assert rig.answer(prompt)[-1].cached > 0
-        rig.engine.forget()
         running = rig.ask(PROMPTS[0])
+        while not rig.outputs(running):
+            rig.engine._iterate()
+        assert not rig.outputs(running)[-1].finish
+        rig.engine.forget()
         assert rig.answer(prompt)[-1].cached == 0
-        assert rig.outputs(running)[-1].finish
+        assert text_of(rig.outputs(running)) == alone
 
 
 def test_worker_applies_limits_from_its_link(tmp_path: Path) -> None:

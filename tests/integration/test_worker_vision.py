@@ -25,19 +25,20 @@ PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Kind:
-    """A language model, its projector, and the number of tokens of a 24 x 24 pixel image, marks included."""
+    """A language model and its projector."""
 
     model: Path
     projector: Path
 
 
 KINDS = {
-    "one after the other": lambda: Kind(tiny_gguf.generative(), tiny_projector.projector()),
-    "places in the image": lambda: Kind(
+    "causal": lambda: Kind(tiny_gguf.generative(), tiny_projector.projector()),
+    "positions in two dimensions": lambda: Kind(
         tiny_gguf.generative(architecture="qwen2vl"), tiny_projector.projector(kind="qwen2vl_merger")
     ),
-    "in both directions": lambda: Kind(tiny_gguf.generative(), tiny_projector.projector(kind="gemma3")),
+    "attention in both directions": lambda: Kind(tiny_gguf.generative(), tiny_projector.projector(kind="gemma3")),
 }
+"""By how the tokens of an image are computed."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,9 +71,9 @@ def body(*content: Any, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def answer(worker: WorkerRig, response: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+def answer(worker: WorkerRig, request: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Log probabilities of the alternatives of the first token, and the usage."""
-    status, got = worker.post(PATH, response)
+    status, got = worker.post(PATH, request)
     assert status == 200, got
     first = got["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return [item["logprob"] for item in first], got["usage"]
@@ -112,15 +113,15 @@ def test_image_changes_the_answer_and_the_usage(worker: WorkerRig) -> None:
 def test_answers_with_images_are_the_same_in_a_batch(worker: WorkerRig) -> None:
     """Texts and images of many requests at once; each gets the result it gets alone."""
     bodies = [body("number ", image(20 + n), f" of {n}") if n % 2 else body(f"number {n} of many") for n in range(12)]
-    alone = [answer(worker, response)[0] for response in bodies]
+    alone = [answer(worker, request)[0] for request in bodies]
     fresh = [body("number ", image(40 + n), " of it") for n in range(6)]
     with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda response: answer(worker, response)[0], [*bodies, *fresh, *bodies]))
+        together = list(pool.map(lambda request: answer(worker, request)[0], [*bodies, *fresh, *bodies]))
     for expected, found in zip([*alone, *alone], [*together[:12], *together[18:]], strict=True):
         assert found == pytest.approx(expected, abs=0.05)
 
 
-def test_choices_share_an_image_and_streams_work(worker: WorkerRig) -> None:
+def test_several_choices_and_streams_work_with_an_image(worker: WorkerRig) -> None:
     status, response = worker.post(PATH, body("what is ", image(5), " this", n=3, seed=1, temperature=1.0))
     assert (status, len(response["choices"])) == (200, 3)
     chunks = worker.chunks(PATH, body(image(5), " goes on", max_tokens=20))
@@ -137,8 +138,8 @@ def test_next_turn_reuses_its_image(worker: WorkerRig) -> None:
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > got["usage"]["prompt_tokens"] / 2
 
 
-def test_client_disconnect_frees_its_turn(worker: WorkerRig) -> None:
-    """More clients disconnect than requests with images may run at once."""
+def test_client_disconnect_frees_its_place(worker: WorkerRig) -> None:
+    """More clients disconnect than places for requests with images exist."""
     raw = json.dumps(body("look ", image(9), " here", max_tokens=200)).encode()
     for _ in range(10):
         with worker.connection() as connection:
@@ -177,10 +178,10 @@ def test_images_beyond_the_context_are_refused(worker: WorkerRig) -> None:
 
 
 def test_same_image_bytes_reuse_the_prefix(worker: WorkerRig) -> None:
-    """Prefixes are equal if the bytes of the images are."""
-    response = body("look at ", image(3), " and at the mill")
-    first, fresh = answer(worker, response)
-    again, usage = answer(worker, response)
+    """Another image of the same size has another prefix."""
+    request = body("look at ", image(3), " and at the mill")
+    first, fresh = answer(worker, request)
+    again, usage = answer(worker, request)
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
     _other, usage = answer(worker, body("look at ", image(4), " and at the mill"))
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 8
@@ -236,7 +237,7 @@ def test_model_without_a_projector_refuses_images(tmp_path: Path) -> None:
         assert "reads text only" in response["error"]["message"]
 
 
-def test_buffers_of_a_projector_are_reported_separately(tmp_path: Path) -> None:
+def test_buffers_of_a_model_do_not_include_its_projector(tmp_path: Path) -> None:
     found = []
     for name, mmproj in (("without", None), ("with", str(tiny_projector.projector()))):
         (tmp_path / name).mkdir()

@@ -16,12 +16,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are held 
 
 
 def test_no_module_is_imported_during_a_load(tmp_path: Path) -> None:
-    """By the interpreter's list of imports; failed searches for libraries are not imports."""
+    """As the interpreter logs them. Two optional libraries are only searched for and not found."""
     grant = grant_for(tiny_gguf.generative())
     with WorkerRig(tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}) as rig:
         rig.send(worker_link.Hold(grant.path))
         rig.expect(worker_link.Held)
         before = len(rig.log)
+        assert re.search(r"^import time:.*\| +inference\.worker", rig.log, re.MULTILINE), "imports are logged"
         rig.send(grant)
         rig.ready()
         rig.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
