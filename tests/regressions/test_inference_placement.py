@@ -35,10 +35,20 @@ from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, rewrite
 
 
+class _ByContext(FakeEstimator):
+    """A model needs 100 MiB, or 200 MiB with a context other than 4096."""
+
+    async def get(self, spec: Any, device: Any, *others: Any, counts: Any = ()) -> Estimate:
+        if self.gate is not None:
+            await self.gate.wait()
+        self.sizes[spec.id] = 100 if spec.context_length == 4096 else 200
+        return await super().get(spec, device, *others, counts=counts)
+
+
 async def test_dry_run_uses_settings_that_a_reload_changes_during_its_measurement(start: Start, tmp_path: Path) -> None:
-    estimator = FakeEstimator()
+    estimator = _ByContext()
     estimator.gate = asyncio.Event()
-    service = await start({"a": {}}, estimator=estimator)
+    service = await start({"a": {"context_length": 4096}}, estimator=estimator)
     authority = service.authority
     planning = asyncio.create_task(authority.dry_run(authority.resolve("a"), {}))
     await asyncio.sleep(0)
@@ -46,7 +56,8 @@ async def test_dry_run_uses_settings_that_a_reload_changes_during_its_measuremen
     authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {}))
     estimator.gate.set()
     decision, estimate = await asyncio.wait_for(planning, 10)
-    assert decision.result == "FREE"
+    assert isinstance(decision, Placement)
+    assert sum(decision.need.values()) == 200 * MIB
     assert estimate is not None
 
 
@@ -61,6 +72,7 @@ async def test_dry_run_measures_a_device_that_appears_during_a_measurement(start
     estimator.gate.set()
     decision, _ = await asyncio.wait_for(planning, 10)
     assert decision.result == "FREE"
+    assert any(line.startswith("gpu-1: fits") for line in decision.trace), decision.trace
 
 
 async def test_second_of_two_simultaneous_moves_is_refused(start: Start) -> None:
@@ -96,14 +108,6 @@ async def test_plan_for_a_lost_device_names_the_device(start: Start) -> None:
     refused = (await ask(service.app, "POST", "/memory/plan", {"model": "bound"})).body
     assert refused["result"] == "CANT_ACCOMMODATE"
     assert "; gpu-1 is lost" in refused["reason"]
-
-
-class _ByContext(FakeEstimator):
-    """A model needs 100 MiB, or 200 MiB with a context other than 4096."""
-
-    async def get(self, spec: Any, device: Any, *others: Any, counts: Any = ()) -> Estimate:
-        self.sizes[spec.id] = 100 if spec.context_length == 4096 else 200
-        return await super().get(spec, device, *others, counts=counts)
 
 
 async def test_dry_run_of_a_loaded_model_plans_a_reload_only_for_other_settings(start: Start) -> None:
