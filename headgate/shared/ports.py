@@ -22,6 +22,8 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises PortInUseError that names the process on the port, and HeadgateError when the address cannot be used.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo takes the number modulo 65536
+        raise HeadgateError(f"{port} is not a port; use a number from 0 to 65535")
     family, address = _resolve(host, port)
     # With the protocol number asyncio recognizes TCP connections and disables Nagle's algorithm for them.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -56,7 +58,7 @@ def check_free(host: str, port: int) -> None:
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise HeadgateError(
             f"cannot listen on {host}:{port} ({error}); choose an address of this machine with --host"
         ) from error

@@ -48,6 +48,13 @@ def test_address_of_another_machine_is_an_error(host: str) -> None:
         ports.listen(host, free_port())
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 2**16 + 8080, 10**30])
+def test_number_that_is_no_port_is_an_error(port: int) -> None:
+    """The system would listen on the rest of a division by 65536."""
+    with pytest.raises(HeadgateError, match=f"{port} is not a port; use a number from 0 to 65535"):
+        ports.listen("127.0.0.1", port)
+
+
 def test_listening_sockets_are_not_inherited() -> None:
     with ports.listen("127.0.0.1", 0) as held:
         assert not held.get_inheritable()
