@@ -208,13 +208,18 @@ class EngineBuild:
         return failure
 
     def package(self) -> Path:
-        """The folder of `llama_cpp`, found without importing it. Raises CalledProcessError if it is not installed."""
+        """The folder of `llama_cpp`, found without importing it. Raises SetupError if it is not installed."""
         script = "import importlib.util; print(importlib.util.find_spec('llama_cpp').origin)"
         found = subprocess.run(
             [str(self._environment.python), "-c", script],
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             cwd=self._environment.folder,
         )
+        if found.returncode != 0:
+            folder = self._environment.folder
+            raise SetupError(
+                f"{ENGINE} is not in {folder} although pip installed it; remove {folder} and run the same command again"
+            )
         return Path(found.stdout.strip()).parent

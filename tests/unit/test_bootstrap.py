@@ -516,6 +516,13 @@ def test_library_that_cannot_be_loaded_is_not_compiled_again() -> None:
         engine_build.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
 
 
+def test_engine_that_pip_did_not_install_is_an_error(tmp_path: Path) -> None:
+    environment = VirtualEnvironment(tmp_path, {})
+    _python(environment.python.parent, "python", "3.12.1", True, also="exit 1")
+    with pytest.raises(SetupError, match=rf"llama-cpp-python is not in {environment.folder} although pip installed it"):
+        EngineBuild(environment, PLAIN_CPU).package()
+
+
 def test_installed_build_passes_the_check() -> None:
     environment = VirtualEnvironment(Path(__file__).resolve().parents[2], os.environ)
     assert EngineBuild(environment, build.this_cpu()).proof() is None
