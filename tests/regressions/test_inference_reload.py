@@ -64,6 +64,26 @@ async def test_limit_for_devices_of_unknown_size_is_kept_by_a_reload(start: Star
         assert authority.ledger.limit_bytes == limit
 
 
+async def test_accelerators_that_were_not_looked_for_are_found_at_the_next_start(start: Start, tmp_path: Path) -> None:
+    """A service that starts with INFERENCE_FORCE_CPU_MODE has no readings of accelerators."""
+    authority = (await start({"a": {}})).authority
+    assert authority.reload(settings.load(tmp_path, {}, {})) == [
+        "INFERENCE_FORCE_CPU_MODE changed (applied at the next start)"
+    ]
+
+
+async def test_forced_cpu_mode_is_switched_by_a_reload(start: Start, tmp_path: Path) -> None:
+    """A service that has found accelerators need not start again."""
+    authority = (await start({"a": {}}, accelerator=FakeAccelerator())).authority
+    for forced, device in (("true", "cpu"), ("false", "gpu-0")):
+        changes = authority.reload(settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": forced}, {}))
+        assert changes == ["INFERENCE_FORCE_CPU_MODE changed"]
+        model = authority.resolve("a")
+        await authority.load(model, 10)
+        assert authority.status(model).devices == (device,)
+        await authority.unload(model)
+
+
 async def test_model_that_is_added_again_while_it_drains_stays_configured(start: Start, tmp_path: Path) -> None:
     service = await start({"a": {}, "b": {}})
     authority, model = service.authority, service.authority.resolve("a")

@@ -16,6 +16,7 @@ from inference.authority.placement.stage import EvictionState, Held
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.retention import HOST
 from inference.authority.state import ModelRecord, State
+from inference.devices.device import CPU
 from inference.environment_settings import AT_START
 from inference.errors import ModelNotFound
 from inference.protocol import ModelState
@@ -41,15 +42,25 @@ def differences(state: State, config: InferenceConfig) -> list[str]:
     ]
     old, new = state.settings.model_dump(), config.settings.model_dump()
     found += [
-        f"INFERENCE_{key.upper()} changed{' (applied at the next start)' if key in AT_START else ''}"
+        f"INFERENCE_{key.upper()} changed{' (applied at the next start)' if _needs_restart(state, key) else ''}"
         for key in old
         if old[key] != new[key]
     ]
     return found
 
 
+def _needs_restart(state: State, key: str) -> bool:
+    """Whether a change of the setting takes effect at the next start.
+
+    A service that starts with `force_cpu_mode` does not look for accelerators.
+    """
+    if key == "force_cpu_mode":
+        return state.settings.force_cpu_mode and all(item.id == CPU for item in state.devices.measured)
+    return key in AT_START
+
+
 def apply(draft: Draft, event: SettingsChanged) -> None:
-    """Applies another configuration. Settings in AT_START take effect at the next start."""
+    """Applies another configuration, except what `_needs_restart`."""
     config, before = event.config, _limits(draft)
     for name, spec in config.models.items():
         model = draft.state.models.get(name)
