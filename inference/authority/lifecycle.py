@@ -141,8 +141,8 @@ class Reason(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the model must leave in any case: the reason replaces one that is not final."""
-        return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE)
+        """Whether the model must leave in any case. A move, for example, may end before the model has left."""
+        return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE, Reason.MOVED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class Departure:
 
     def overrules(self, earlier: Departure) -> bool:
         """Whether this departure replaces an earlier one of the same model."""
-        if not self.reason.is_final:
-            return False
-        return not earlier.reason.is_final or self.action is Action.UNLOAD
+        if not earlier.reason.is_final:
+            return self.reason.is_final or self.reason is Reason.MOVED
+        return self.reason.is_final and self.action is Action.UNLOAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import pytest
 
 from inference.api.memory_routes import preload
 from inference.authority.lifecycle import Reason
-from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
+from inference.authority.state import TimerKind
+from inference.errors import DeadlineExceeded, InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.protocol import ModelState, Priority
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start
@@ -76,6 +77,29 @@ async def test_failed_move_returns_the_model_to_its_device(start: Start) -> None
     waiting.close()
     assert authority.status(model).devices == ("gpu-0",)
     assert model.target is None
+
+
+@pytest.mark.parametrize("ends", ["disconnect", "deadline"])
+async def test_model_stays_when_its_move_ends_before_its_requests(start: Start, ends: str) -> None:
+    """A running request is not stopped after the drain time, and new ones need not wait for a load."""
+    service = await start({"a": {}}, accelerator=FakeAccelerator(2))
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.move(model, "gpu-0")
+    lease = await authority.ask(model).wait(10)
+    assert lease is not None
+    pid = model.running.worker.pid
+    moving = asyncio.create_task(authority.move(model, "gpu-1", 0.2 if ends == "deadline" else None))
+    await model.becomes(ModelState.DRAINING)
+    if ends == "disconnect":
+        moving.cancel()
+    await asyncio.wait({moving})
+    assert moving.cancelled() if ends == "disconnect" else isinstance(moving.exception(), DeadlineExceeded)
+    newcomer = authority.ask(model)
+    assert await newcomer.wait(1) is not None
+    assert model.running.worker.pid == pid
+    assert not [kind for kind, _ in authority.state.timers if kind is TimerKind.STOP]
+    newcomer.close()
+    lease.release(completed=True)
 
 
 async def test_preloaded_models_wait_with_the_given_priority(start: Start) -> None:

@@ -128,3 +128,12 @@ def test_commands_overrule_other_reasons_and_unloading_overrules_offloading() ->
     assert not kept_by_hand.overrules(by_hand)
     assert not wanted.overrules(by_hand)
     assert not Departure(Reason.PRESSURE).overrules(wanted)
+
+
+def test_move_overrules_only_reasons_that_may_disappear() -> None:
+    """It may end itself before the model has left."""
+    moved = Departure(Reason.MOVED)
+    assert moved.overrules(Departure(Reason.MEMORY_WANTED))
+    assert not moved.overrules(Departure(Reason.CHANGED))
+    assert not Departure(Reason.MEMORY_WANTED).overrules(moved)
+    assert Departure(Reason.LOWERED, Action.OFFLOAD).overrules(moved)

@@ -139,7 +139,8 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
 
 
 def abandon(draft: Draft, id: int, command: MoveCommand) -> None:
-    """The client has disconnected: a load that has begun continues, and nothing else of the move does."""
+    """The client has disconnected: a load that has begun continues, and nothing else of the move does. A model that
+    drains stays (`reconcile`)."""
     if command.ticket is not None and command.ticket in draft.state.tickets:
         tickets.unqueue(draft, command.ticket)
     _clear_target(draft, command)

@@ -308,7 +308,7 @@ def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
 
 
 def _end_needless_draining(draft: Draft) -> None:
-    """Ends the draining of models when the requests that needed their memory have ended: these models stay.
+    """Ends the draining of models that no request needs the memory of any more, or whose move has ended: they stay.
 
     A replica whose place another one has taken meanwhile leaves.
     """
@@ -317,8 +317,10 @@ def _end_needless_draining(draft: Draft) -> None:
         worker = draft.worker_of(model.id)
         if model.state is not _S.DRAINING or worker is None or worker.departure is None or worker.ending:
             continue
+        reason = worker.departure.reason
+        may_stay = reason is Reason.MEMORY_WANTED or (reason is Reason.MOVED and model.target is None)
         is_replaced = not replicas.taken_devices(draft.state, model).isdisjoint(worker.placement.devices)
-        if worker.departure.reason is Reason.MEMORY_WANTED and model.id not in needed and not is_replaced:
+        if may_stay and model.id not in needed and not is_replaced:
             departure.stay(draft, model.id)
 
 

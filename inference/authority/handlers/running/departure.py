@@ -60,10 +60,10 @@ def stop_time_is_over(draft: Draft, id: str) -> None:
 
 
 def stay(draft: Draft, id: str) -> None:
-    """Cancels `leave`, because no model needs the memory any more."""
+    """Cancels `leave`, because its reason has disappeared."""
     worker = draft.worker_of(id)
     assert worker is not None
-    draft.info("%s is kept: no model waits for its memory any more", id)
+    draft.info("%s is kept: it need not leave any more", id)
     draft.set_worker(worker.id, departure=None, has_waited=False, room_awaited=())
     draft.cancel(TimerKind.STOP, worker.id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, worker.id)
