@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,20 @@ async def end_of(ticket: Ticket[Any]) -> str | Code:
                 return output.error.code
             if output.finish is not None:
                 return output.finish
+
+
+async def test_commands_for_sequences_fail_at_once_when_the_engine_has_ended() -> None:
+    """Also those that come while it ends."""
+    async with EngineBench() as bench:
+        engine = bench.engine
+        stopping = asyncio.create_task(asyncio.to_thread(engine.stop, GONE))
+        futures: list[Future[Any]] = []
+        while not stopping.done():
+            futures.append(engine.kv_sequences())
+            await asyncio.sleep(0)
+    late: list[Future[Any]] = [engine.kv_sequences(), engine.clear_kv(None), engine.pin_kv(["a"], 1.0)]
+    assert {future.exception(1) for future in late} == {GONE}
+    assert {future.exception(1) for future in futures} <= {None, GONE}
 
 
 def _panic() -> Any:

@@ -181,7 +181,7 @@ class Engine:
         self._runner.wake()
 
     def _asked(self, question: Callable[[], T]) -> Future[T]:
-        """The answer of `question`, which runs on the engine thread between two steps."""
+        """The answer of `question`, which runs on the engine thread between two steps; after its end, the reason."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -193,6 +193,9 @@ class Engine:
                 future.set_exception(error)
 
         self._control(answer)
+        if (reason := self._runner.ended) is not None and future.cancel():
+            future = Future()
+            future.set_exception(reason)
         return future
 
     def _control(self, command: Callable[[], object]) -> None:

@@ -25,6 +25,7 @@ class EngineThread:
     _IDLE_SECONDS. Calls `end` at the end.
 
     After giving up it calls `end` at every `wake` until `stop`, so that requests that arrive in this time also end.
+    `ended` is set before the last call of `end`: what was queued before is still ended, what is queued after is not.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class EngineThread:
         """
         self.failures = 0
         """Consecutive failed steps."""
+        self.ended: WorkerError | None = None
+        """Why the thread ended."""
         self._iterate = iterate
         self._end = end
         self._on_fatal = on_fatal
@@ -105,11 +108,12 @@ class EngineThread:
             if not has_more:
                 self._wake.wait(self._rest_seconds)
             self._rest_seconds = _IDLE_SECONDS
-        self._end_all()
         while not self._stop_requested:
+            self._end_all()
             self._wake.wait()
             self._wake.clear()
-            self._end_all()
+        self.ended = self._stopping
+        self._end_all()
 
     def _end_all(self) -> None:
         assert self._stopping is not None

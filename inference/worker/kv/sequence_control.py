@@ -30,7 +30,8 @@ class SequenceRow:
 class SequenceControl(Protocol):
     """Runs the requests of operators on the engine thread between two steps. Thread-safe.
 
-    After the engine has ended, a future gets no result. The caller may cancel a future that takes too long.
+    After the engine has ended, a future gets the reason as its error. The caller may cancel a future that takes too
+    long.
     """
 
     def kv_sequences(self) -> Future[Sequence[SequenceRow]]:
