@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 
 import pytest
 
+from headgate.shared.parameters import Sampling
+from inference.worker.backend import Decode
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.scheduler import Scheduler
 from inference.worker.engine.sequence_transfers import AHEAD_SHARE, IDLE_SECONDS, LOOK_SECONDS, SequenceTransfers
 from inference.worker.engine_stats import EngineCounters
 from inference.worker.kv.catalog import Catalog
 from inference.worker.steps import Checkpoint, Job, Limits, Operation, StoredSequence
 from inference.worker_link import KvCounts
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 SAVE_SECONDS = 0.1
 
@@ -122,3 +129,31 @@ def test_everything_is_stored_once_the_engine_is_idle() -> None:
     rig.store.now += IDLE_SECONDS
     assert [rig.transfers.idle() for _ in range(3)] == [0.0, 0.0, None]
     assert len(rig.store.saved) == 2
+
+
+@pytest.mark.parametrize(("fate", "stored"), [(Decode.COMPUTE_FAILED, [2]), (Decode.BAD_BATCH, [])])
+async def test_sequence_that_moved_with_a_failed_batch_is_stored(fate: Decode, stored: list[int]) -> None:
+    """llama.cpp moves its cells before it computes, but after it has checked the batch."""
+    store, backend = TimedStore(), FakeBackend()
+    limits = Limits(slots=3, context=40, batch=40, queue=4, min_copied=4)
+    engine = Engine(
+        backend, ByteVocabulary(), SamplerShop(), limits, lambda _outputs: None, print, lambda: store.now, store
+    )
+
+    def ask(prompt: range, most: int) -> None:
+        work = Work([[*prompt]], 1, Sampling(), most)
+        engine.submit(work, Ticket(asyncio.get_running_loop()))
+
+    ask(range(10), 30)
+    ask(range(20, 30), 1)
+    engine._iterate()
+    ask(range(50, 52), 30)  # takes the place beside the running stream
+    backend.fates.append(fate)
+    engine._iterate()
+    assert backend.held[2] == [*range(20, 30)]
+    store.now += IDLE_SECONDS
+    while engine._iterate():
+        store.now += IDLE_SECONDS
+    store.now += IDLE_SECONDS
+    engine._iterate()
+    assert store.saved == stored

@@ -282,6 +282,8 @@ class Engine:
         status, last = self._backend.decode(step.rows)
         if status is not OK:
             self.counters.end()
+            if status is not Decode.BAD_BATCH:
+                self._scheduler.slots.arrived()  # llama.cpp copies before it computes
             if status is Decode.NO_ROOM:
                 for job in self._scheduler.no_room():
                     self._end(
