@@ -443,6 +443,28 @@ def test_a_full_disk_affects_nothing_else(
     assert len(caplog.messages) == 1
 
 
+def test_an_unexpected_error_of_a_write_is_logged_once(
+    rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sequence stays in host memory, and later ones are written."""
+
+    def fails(*_arguments: object) -> None:
+        raise MemoryError
+
+    with rig.store(**disk) as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fails)
+            first = saved(rig, opened, 1)
+            opened.wait(lambda: caplog.messages)
+            for _ in range(20):
+                opened.store.run()
+                opened.changed.wait(0.01)
+                opened.changed.clear()
+            assert caplog.messages == ["internal error: a stored sequence could not be written to disk"]
+        second = saved_to_disk(rig, opened, 2)
+        assert [(item.in_ram, item.on_disk) for item in (first, second)] == [(True, False), (True, True)]
+
+
 def test_files_that_gave_way_on_a_full_disk_are_forgotten(
     rig: StoreRig, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

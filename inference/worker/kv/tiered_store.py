@@ -426,6 +426,7 @@ class TieredStore:
             pass  # logged, or the worker ends
         except Exception:
             log.exception("internal error: a stored sequence could not be written to disk")
+            return lambda: self._not_written(disk, stored, removed, again=False)
         return lambda: self._not_written(disk, stored, removed)
 
     def _written(self, disk: DiskTier, stored: Stored, removed: Sequence[str], seconds: float) -> None:
@@ -441,11 +442,11 @@ class TieredStore:
             self._unlink(name)
         self._memory.shrink()
 
-    def _not_written(self, disk: DiskTier, stored: Stored, removed: Sequence[str]) -> None:
-        """The sequence is written later if it is in host memory only."""
+    def _not_written(self, disk: DiskTier, stored: Stored, removed: Sequence[str], *, again: bool = True) -> None:
+        """The sequence is written later if it is in host memory only and `again` is true."""
         self._end_write(stored, removed)
         is_only_copy = stored.file is None and stored.region is not None
-        if self._stored.get(stored.sequence) is stored and is_only_copy and disk.fits(stored.sizes.all_bytes):
+        if again and self._stored.get(stored.sequence) is stored and is_only_copy and disk.fits(stored.sizes.all_bytes):
             self._unwritten.append(stored)
         self._memory.shrink()
 
