@@ -166,7 +166,7 @@ def test_the_oldest_files_of_all_models_give_way(tmp_path: Path) -> None:
         now[0] += 1
         assert write(first, number) == []
     now[0] += 1
-    first.touch(first.name_of(sequence_of(LARGE[0])))
+    first.touch(first.name_of(sequence_of(LARGE[0])), now[0])
     now[0] += 1
     first.touch(first.name_of(sequence_of(LARGE[1])), now[0] + 60)
     assert sorted(numbers(first)) == sorted(LARGE[:3])
@@ -351,7 +351,7 @@ def test_a_directory_that_cannot_be_written_is_still_read(
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     assert numbers(tier) == [SMALL[0]]
-    tier.touch(path.name)
+    tier.touch(path.name, time.time())
     assert read(tier, SMALL[0]) == SMALL[0]
     with pytest.raises(OSError, match="Read-only"):
         write(tier, SMALL[2])

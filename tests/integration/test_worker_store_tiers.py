@@ -530,6 +530,17 @@ def test_pins_and_times_outlive_the_worker(rig: StoreRig, keep: int, disk: dict[
     assert path.stat().st_mtime == pytest.approx(until, abs=1e-3)
 
 
+def test_end_of_a_pin_is_no_use(rig: StoreRig, disk: dict[str, Any]) -> None:
+    """The file gets the time of the last use again: it does not leave later than before the pin."""
+    with rig.store(**disk) as opened:
+        sequence = saved(rig, opened, 1, used_at=50.0)
+        opened.wait(lambda: sequence.on_disk)
+        opened.store.pin([sequence], time.time() + 1000.0)
+        opened.store.pin([sequence], 0.0)
+    (path,) = Path(disk["directory"]).rglob("*.kv")
+    assert path.stat().st_mtime == 50.0
+
+
 def test_the_hint_to_keep_a_sequence_outlives_the_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:
     """In memory and on disk, also if the same tokens were saved without it before."""
     one = size_of(rig)

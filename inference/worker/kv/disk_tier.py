@@ -220,11 +220,10 @@ class DiskTier:
         except OSError as error:
             log.warning("cannot remove the stored sequence %s (%s): remove the file", path, error.strerror)
 
-    def touch(self, name: str, until: float = 0.0) -> None:
-        """Records that a file is used now, or that it is kept until a Unix time."""
-        now = max(self._clock(), until)
+    def touch(self, name: str, at: float) -> None:
+        """Records the Unix time of the last use of a file, or of the end of its pin."""
         with contextlib.suppress(OSError):
-            os.utime(self._own / name, (now, now))
+            os.utime(self._own / name, (at, at))
 
     # --- reading and writing ------------------------------------------------------------------------------------------
     def _head(self, handle: int) -> tuple[bytearray, Head]:

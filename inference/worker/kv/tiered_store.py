@@ -590,7 +590,8 @@ class TieredStore:
         if stored.region is not None:
             self._memory.arena.touch(stored.region, sequence.used_at, sequence.pinned_until)
         if (name := stored.file) is not None and (disk := self._disk) is not None:
-            self._writes.add(lambda: disk.touch(name, sequence.pinned_until))
+            at = max(sequence.used_at, sequence.pinned_until)
+            self._writes.add(lambda: disk.touch(name, at))
 
 
 def _disk_tier(tiers: KvTiers, key: Mapping[str, Any], clock: Callable[[], float]) -> DiskTier | None:
