@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from gateway.access.budgets import Spent
+from gateway.routing.explain_record import Record
 from gateway.usage import usage_writer
 from gateway.usage.capture import Captured
 from gateway.usage.usage_file import NAME, StoredKey, UsageFile, UsageRow, advice
+from gateway.usage.usage_service import usage_row
 from gateway.usage.usage_writer import MAX_CAPTURES, Retention, UsageWriter
 from headgate.shared.errors import HeadgateError
 from tests.rigs.processes import wait_until
@@ -77,6 +79,14 @@ def test_a_batch_is_stored_whole_or_not_at_all(file: UsageFile) -> None:
     assert file.sums([], 0, 2e9) == []
     file.add([row()])
     assert file.spent("2026-11")["ann"].tokens == 110
+
+
+def test_counts_of_any_size_in_an_answer_can_be_stored(file: UsageFile) -> None:
+    """SQLite has integers of 64 bits."""
+    record = Record("r", AT, "/v1/chat/completions", key="ann")
+    record.note_usage(b'{"prompt_tokens": %d, "completion_tokens": %d, "cached_tokens": %d}' % (2**63, 2**64, 10**300))
+    file.add([row(), usage_row(record, "cloud", {})])
+    assert file.spent("2026-11")["ann"].tokens < 2 * 10**15 + 110
 
 
 def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
