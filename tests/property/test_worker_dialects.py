@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[Dialect, str]] = {
 }
 TAGGED = {"qwen-xml", "deepseek-dsml"}
 """Dialects whose arguments are not written as JSON."""
-EXACT = [name for name, (dialect, _) in FAMILIES.items() if not dialect.reasons]
+EXACT = [name for name, (dialect, _) in FAMILIES.items() if not dialect.always_has_parts]
 """Families that show text that is not a call unchanged."""
 
 MARKERS = [
