@@ -33,6 +33,7 @@ if PROFILE == "repeatable":
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the workers of the service have it; threads cost 50 ms at start
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("rigs") / "unused_root.pem")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
