@@ -67,6 +67,8 @@ def test_retained_prefixes_are_dropped_and_running_sequences_are_not() -> None:
             rig.engine._iterate()
         assert not rig.outputs(running)[-1].finish
         rig.engine.forget()
+        rig.engine._run_commands()
+        assert [slot.taken for slot in rig.engine._scheduler.slots.held()] == [True]
         assert rig.answer(prompt)[-1].cached == 0
         assert text_of(rig.outputs(running)) == alone
 
