@@ -48,7 +48,8 @@ def test_seeded_answer_is_the_same_after_a_restart(tmp_path: Path, threads: int)
             runs.append(answers)
     assert runs[0] == runs[1]
     assert any(reused)
-    assert len({choice for answer in runs[0] for choice in answer}) == len(bodies) * 4 // 3
+    choices = [choice for answer in runs[0] for choice in answer]
+    assert len(set(choices)) == len(choices)
 
 
 @pytest.fixture(scope="module")

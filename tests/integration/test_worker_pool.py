@@ -189,7 +189,7 @@ def test_a_pool_of_impossible_size_fails_the_load(kv_cells: int) -> None:
 
 
 def test_a_pool_may_be_as_small_as_one_sequence() -> None:
-    """The sequences then run one after the other."""
+    """Every slot can use all of its cells."""
     with store_rig(tiny_gguf.generative(), context_length=256, parallel=64, kv_cells=256) as rig:
         assert rig.context.cells == 256
         assert rig.cold(random_tokens(1, 200)) == rig.cold(random_tokens(1, 200), 63)
