@@ -199,9 +199,10 @@ def test_schemas_and_profiles_contain_all_parameters() -> None:
         assert parameter.name in places[fate], parameter.name
 
 
-def test_float_in_place_of_an_integer_is_quoted_unchanged() -> None:
-    with pytest.raises(RequestError, match=r"`max_tokens` must be a whole number; it is 1000\.0"):
-        _gateway("max_tokens", 1000.0)
+@pytest.mark.parametrize(("name", "value"), [("max_tokens", 1000.0), ("n", 1.5)])
+def test_float_in_place_of_an_integer_is_quoted_unchanged(name: str, value: float) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"`{name}` must be a whole number; it is {value}")):
+        _gateway(name, value)
 
 
 def test_integer_beyond_the_range_of_floats_is_reported() -> None:

@@ -338,6 +338,8 @@ def _problem(node: types.Type, value: Any) -> str:
     fitting = [one for one in variants if _takes(one, value)]
     if not fitting:
         names = metadata.get("expected") or " or ".join(dict.fromkeys(map(_expected, variants)))
+        if isinstance(value, float) and any(isinstance(one, types.IntType) for one in variants):
+            return f"must be {names}; it is {value}"
         return f"must be {names}, not {json_kind(value)}"
     return _bounds_problem(fitting[0], value)
 
