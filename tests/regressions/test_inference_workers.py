@@ -308,7 +308,7 @@ def test_worker_that_is_stopped_right_after_a_suspension_began_is_killed() -> No
     calls: list[str] = []
 
     class Process:
-        def suspend(self) -> None:
+        def note_suspending(self) -> None:
             calls.append("suspend")
 
         def stop(self) -> None:
