@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from headgate.shared.sse import SseFrame, SseSplitter
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-KEEPALIVE_SECONDS = 15
-"""A connection breaks when its peer is lost without a reset: after this time without data, and 4 probes."""
 
 
 class ApiError(HeadgateError):
@@ -98,15 +95,15 @@ class Api:
         with self.open("GET", "/health", None, ANSWER_SECONDS, is_health=True) as answer:
             return self._decoded(answer.response.read())
 
-    def post(self, path: str, body: Any = None, seconds: float | None = ANSWER_SECONDS) -> Any:
-        """The JSON response to a POST. `seconds` is the timeout of each read, None for none."""
+    def post(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
+        """The JSON response to a POST. `seconds` is the timeout of each read."""
         return self._json("POST", path, {} if body is None else body, seconds)
 
     def delete(self, path: str) -> Any:
         """The JSON response to a DELETE."""
         return self._json("DELETE", path, None, ANSWER_SECONDS)
 
-    def _json(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
+    def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
         with self.open(method, path, body, seconds) as answer:
             return self._decoded(answer.response.read())
 
@@ -125,15 +122,15 @@ class Api:
         method: str,
         path: str,
         body: Any,
-        seconds: float | None,
+        seconds: float,
         extra_headers: Mapping[str, str] | None = None,
         *,
         is_health: bool = False,
     ) -> Iterator[Answer]:
         """A response with a status below 400. Leaving the block closes the connection, also in mid-stream.
 
-        `seconds` is the timeout of each read, None for none. Raises NotRunningError when no service answers, ApiError
-        for an error response, a broken connection or a timeout, HeadgateError for a key that a header cannot contain.
+        `seconds` is the timeout of each read. Raises NotRunningError when no service answers, ApiError for an error
+        response, a broken connection or a timeout, HeadgateError for a key that a header cannot contain.
         """
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise HeadgateError(f"the key for the {self.name} contains characters outside printable ASCII; correct it")
@@ -156,8 +153,9 @@ class Api:
                 raise error_of_response(response.status, received, response.read(1 << 20), f"{self.name} at {self.url}")
             yield Answer(received, response)
         except TimeoutError:
-            silence = "does not answer any more" if seconds is None else f"sent nothing for {seconds:g} s"
-            raise ApiError(f"the {self.name} at {self.url} {silence}", status=504, retry_after=1.0) from None
+            raise ApiError(
+                f"the {self.name} at {self.url} sent nothing for {seconds:g} s", status=504, retry_after=1.0
+            ) from None
         except (http.client.HTTPException, ConnectionError) as error:
             raise ApiError(
                 f"the connection to the {self.name} at {self.url} broke: {error or type(error).__name__}"
@@ -175,21 +173,12 @@ class Api:
             else:
                 connection = http.client.HTTPConnection(host, address.port, timeout=CONNECT_SECONDS)
             connection.connect()
-            _keep_alive(connection.sock)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotRunningError(
                 f"the {self.name} does not answer at {self.url} ({reason}); start it with `{self.hint}`"
             ) from None
         return connection
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Lets the system notice a lost peer of a connection whose reads have no timeout."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", KEEPALIVE_SECONDS), ("TCP_KEEPINTVL", KEEPALIVE_SECONDS), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def error_of_response(status: int, headers: Mapping[str, str], raw: bytes, service: str) -> ApiError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from headgate.cli.client import from_envelope
 from headgate.cli.command import Session, UsageError, at_least_one, no_arguments, on_nodes, zero_or_more
+from headgate.cli.models import CHANGE_SECONDS
 from headgate.cli.nodes import Nodes
 from headgate.cli.terminal import bytes_cell
 from headgate.shared.errors import Exit
@@ -134,7 +135,7 @@ def gc(session: Session) -> int:
 def defragment(session: Session) -> int:
     """Moves idle models and releases cached cells, so that the largest room on one device grows."""
     session.terminal.status("moving models ...")
-    answer = Nodes.of(session).one().post("/memory/defragment", seconds=None)
+    answer = Nodes.of(session).one().post("/memory/defragment", seconds=CHANGE_SECONDS)
     if session.prints_json(answer):
         return Exit.OK
     for move in answer["moved"]:
@@ -228,7 +229,7 @@ def preload(session: Session) -> int:
         .post(
             "/memory/preload",
             {name: value for name, value in body.items() if value is not None},
-            seconds=None,
+            seconds=max(CHANGE_SECONDS, (args.timeout or 0.0) + GC_SECONDS),
         )
     )
     results = answer["results"]

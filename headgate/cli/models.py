@@ -18,6 +18,8 @@ from headgate.shared.errors import Exit, NotRunningError
 from headgate.shared.units import format_bytes, format_duration
 from inference.protocol import ModelState, ModelStatus
 
+CHANGE_SECONDS = 7200.0
+"""Timeout of a load or another change. The limits of the service are shorter (a load has 1,800 s by default)."""
 RETRY_SECONDS = 1.0
 """Pause before a load that goes on is waited for again."""
 
@@ -300,14 +302,14 @@ def _change(action: str, activity: str) -> Callable[[Session], int]:
 
 
 def _run_change(action: str, activity: str, session: Session) -> int:
-    """Has no time limit: those of the service decide. A load that outlasts its longest wait is waited for again."""
+    """A load that outlasts the longest wait of the service is waited for again."""
     session.terminal.status(f"{activity} {session.args.model} ...")
     body = {"device": session.args.device} if action == "move" else None
     path = f"/models/{segment(session.args.model)}"
     api = Nodes.of(session).with_model(session.args.model)
     while True:
         try:
-            answer = api.post(f"{path}/{action}", body, seconds=None)
+            answer = api.post(f"{path}/{action}", body, seconds=CHANGE_SECONDS)
             break
         except ApiError as error:
             if error.code != "model_loading" or action not in ("load", "restart"):
