@@ -35,7 +35,7 @@ KEY = "key-of-a-test"
 
 
 def test_requests_are_answered_while_the_head_is_away(tmp_path: Path) -> None:
-    """And afterwards a killed service is restarted, and its node used again."""
+    """Afterwards a killed service is restarted, and its node is used again."""
     config = tmp_path / "config"
     config.mkdir()
     (config / "models.yaml").write_text(json.dumps(MODELS))

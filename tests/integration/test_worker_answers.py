@@ -255,7 +255,7 @@ def test_completions_support_echo_and_token_ids(worker: WorkerRig) -> None:
 
 
 def test_answer_can_be_continued_after_a_break(worker: WorkerRig) -> None:
-    """With greedy sampling the rest is the rest of the whole answer."""
+    """With greedy sampling the continuation is the rest of the whole answer."""
     words = worker.post("/tokenize", {"content": "hello"})[1]["tokens"]
     bias = {str(words[0]): 100}
     body = ask("continue", max_tokens=4, logit_bias=bias)
@@ -384,7 +384,7 @@ def test_body_beyond_the_limit_is_413(worker: WorkerRig) -> None:
 
 
 def test_text_of_one_long_word_is_refused(worker: WorkerRig) -> None:
-    """Tokenizers of llama.cpp recurse over words."""
+    """Tokenizers of llama.cpp recurse over words, and the stack is limited."""
     status, response = worker.post(CHAT, ask("a" * 3_000_000, max_tokens=None))
     assert (status, response["error"]["code"]) == (400, "context_length_exceeded")
     assert worker.post(CHAT, ask("still there"))[0] == 200

@@ -25,7 +25,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[EngineRig]:
 
 
 class Conversation:
-    """Messages of random tokens in ChatML's frame. `answers` are the tokens of each answer."""
+    """Messages of random tokens in ChatML's frame. `history` are all tokens so far."""
 
     def __init__(self, rig: EngineRig, seed: int) -> None:
         self._rig = rig

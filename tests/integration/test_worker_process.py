@@ -220,7 +220,7 @@ def test_worker_started_by_a_user_prints_a_hint() -> None:
 
 
 def test_worker_whose_parent_is_not_the_service_ends() -> None:
-    """The parent ended before the worker could check it."""
+    """As when the service has ended before the worker checks its parent."""
     env = {**os.environ, worker_link.LINK_FD_ENV: "0", worker_link.SOCKET_FD_ENV: "1", worker_link.PARENT_ENV: "1"}
     done = subprocess.run([sys.executable, "-m", "inference.worker"], env=env, capture_output=True, timeout=20)
     assert (done.returncode, done.stderr) == (1, b""), "the worker did not start"

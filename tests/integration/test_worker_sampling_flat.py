@@ -87,7 +87,7 @@ def test_flat_distributions_are_sampled_as_in_llama_cpp(
     min_p: float,
     temperature: float,
 ) -> None:
-    """The distance from earlier steps, and its end, do not change the result."""
+    """The candidates are the tokens within a distance of the best logit. Adapting the distance changes no result."""
     sampling = Sampling(
         temperature=temperature, top_n_sigma=top_n_sigma, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
@@ -159,7 +159,7 @@ def test_fast_path_is_used_for_flat_distributions(rig: EngineRig, spread: float)
 
 
 def test_search_for_few_tokens_ends_without_a_result(rig: EngineRig) -> None:
-    """Thousands of tokens are as good as the best, so no distance leaves only few of them."""
+    """Thousands of tokens have the best logit, so no distance leaves only few candidates."""
     drawn, expected, few = _draws(rig, Sampling(seed=3), [0.0] * 24 + [2.0] * 24, 3)
     assert (few, drawn) == (0, expected)
 

@@ -93,8 +93,8 @@ def test_only_whole_text_is_saved(rig: StoreRig) -> None:
         assert rig.go_on(0, tokens[:81]) == rig.cold(tokens[:81], slot=1)
 
 
-def test_the_lowest_worth_leaves_a_full_memory(rig: StoreRig, keep: int) -> None:
-    """Pinned sequences stay; what leaves is gone without a disk."""
+def test_sequence_of_the_lowest_worth_leaves_a_full_memory(rig: StoreRig, keep: int) -> None:
+    """A pinned one stays. Without a disk, the sequence that leaves is gone."""
     one = size_of(rig)
     with rig.store(keep, ram_bytes=3 * one) as opened:
         pinned, old, new = (saved(rig, opened, number, used_at=float(number)) for number in (1, 2, 3))

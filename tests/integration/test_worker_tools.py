@@ -293,7 +293,7 @@ def test_tools_can_be_enabled_for_a_template_without_tools(tmp_path: Path) -> No
 
 
 def test_separate_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
-    """Requests without tools use the other template; the capability is detected by the former."""
+    """Requests without tools use the other template; the template for tools decides the capability."""
     model = tiny_gguf.generative(tool_template=EAGER)
     with WorkerRig(tmp_path, grant_for(model, context_length=4096)) as rig:
         assert rig.ready().capabilities == ("chat", "completions", "tools")
