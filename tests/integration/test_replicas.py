@@ -56,7 +56,7 @@ def ask(stack: Stack, number: int, tokens: int = 40) -> str:
 
 
 def test_replicas_serve_together_and_a_crash_takes_down_one(stack: Stack) -> None:
-    """Requests without output go to the other replica; its own continue. The crashed one is loaded again."""
+    """Its requests without output go to the other replica, whose requests continue. It is loaded again."""
     assert [item["state"] for item in replicas(stack).values()] == ["ready", "ready"]
     assert {name for item in replicas(stack).values() for name in item["devices"]} == {"gpu-0", "gpu-1"}
     (listed,) = stack.ask("/v1/models", direct=True)["data"]
