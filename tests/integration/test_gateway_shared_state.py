@@ -20,6 +20,14 @@ from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.redis_server import RedisServer
 from tests.rigs.stack import until
 
+AS_TEAM = {"authorization": "Bearer key-of-a-team"}
+
+
+def config_with_team(settings: str) -> str:
+    """The configuration with a key `team`, whose requests have the headers AS_TEAM."""
+    digest = hashlib.sha256(b"key-of-a-team").hexdigest()
+    return f"{CONFIG}\nkeys:\n  - {{name: team, hash: 'sha256:{digest}', {settings}}}\n"
+
 
 class Fleet:
     """Gateways with the same configuration."""
@@ -128,20 +136,27 @@ async def test_conversation_continues_at_the_other_gateway(
 
 
 async def test_request_limit_of_a_key_holds_over_both_gateways(fleet: Fleet) -> None:
-    digest = hashlib.sha256(b"key-of-a-team").hexdigest()
-    key = f"{{name: team, hash: 'sha256:{digest}', limits: {{requests_per_minute: 3}}}}"
-    team = {"authorization": "Bearer key-of-a-team"}
-    async with fleet.two(f"{CONFIG}\nkeys:\n  - {key}\n") as (one, two):
-        statuses = [(await gateway.chat(headers=team)).status_code for gateway in (one, two, one, two)]
+    async with fleet.two(config_with_team("limits: {requests_per_minute: 3}")) as (one, two):
+        statuses = [(await gateway.chat(headers=AS_TEAM)).status_code for gateway in (one, two, one, two)]
         assert statuses == [200, 200, 200, 429]
         assert (await two.chat()).status_code == 200
 
 
+async def test_budget_of_a_key_holds_over_both_gateways(fleet: Fleet, fake: FakeInference) -> None:
+    """One answer of the first gateway uses it up."""
+    async with fleet.two(config_with_team("budget: {tokens_per_month: 5}")) as (one, two):
+        assert (await one.chat(headers=AS_TEAM)).status_code == 200
+        usage = two.runtime.usage
+        await until("the other one knows", lambda: usage.spent_everywhere("team", time.time()).tokens > 5)
+        refused = await two.chat(headers=AS_TEAM)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "budget_exceeded")
+        assert (await two.chat()).status_code == 200
+        assert len(fake.seen) == 2
+
+
 async def test_store_that_is_killed_twice_under_load_fails_no_request(fleet: Fleet, server: RedisServer) -> None:
-    digest = hashlib.sha256(b"key-of-a-team").hexdigest()
-    key = f"{{name: team, hash: 'sha256:{digest}', limits: {{requests_per_minute: 100000, concurrent: 50}}}}"
-    team = {"authorization": "Bearer key-of-a-team"}
-    async with fleet.two(f"{CONFIG}\nkeys:\n  - {key}\n") as (one, two):
+    config = config_with_team("limits: {requests_per_minute: 100000, concurrent: 50}")
+    async with fleet.two(config) as (one, two):
         statuses: Counter[int] = Counter()
         slowest, is_over = 0.0, False
 
@@ -149,7 +164,7 @@ async def test_store_that_is_killed_twice_under_load_fails_no_request(fleet: Fle
             nonlocal slowest
             while not is_over:
                 began = time.monotonic()
-                statuses[(await gateway.chat(headers=team)).status_code] += 1
+                statuses[(await gateway.chat(headers=AS_TEAM)).status_code] += 1
                 slowest = max(slowest, time.monotonic() - began)
                 await asyncio.sleep(0.02)  # a client's pause
 
