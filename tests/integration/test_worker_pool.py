@@ -163,7 +163,7 @@ def test_sequences_of_one_layout_continue_in_the_other(own: StoreRig, pool: Stor
     for first, second, slot in ((own, pool, 2), (pool, own, 3)):
         saved = first.fill(slot, PROMPT[:-1], EVERY)
         with first.store(keep) as store:
-            store.add(slot, PROMPT[:-1], [Checkpoint(item.position, item.oldest, item.state) for item in saved])
+            store.save(slot, PROMPT[:-1], [Checkpoint(item.position, item.oldest, item.state) for item in saved])
         with second.store(keep) as store:
             sequence = store.found(PROMPT[:-1])
             assert sequence is not None
