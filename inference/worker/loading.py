@@ -258,10 +258,10 @@ def family_of(template: ChatTemplate | None) -> str:
 def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
     """The chat template of the file, or None, and the reason why a template cannot be used.
 
-    A separate template for tools is used if its dialect writes tools; otherwise the first template presents the tools.
+    A separate template for tools is used if its dialect has a notation of calls, otherwise the main template.
     """
     with_tools, problem = _compiled(model, model.tool_template)
-    if with_tools is not None and not with_tools.dialect.writes_tools:
+    if with_tools is not None and not with_tools.dialect.has_call_notation:
         with_tools = None
     template, worse = _compiled(model, model.template, with_tools)
     return template, worse or problem
@@ -291,7 +291,7 @@ def capabilities_of(grant: Grant, pooling: int | None, template: ChatTemplate | 
         can: tuple[str, ...] = ("completions",)
     else:
         # Without tools in the template, a message can describe them; the configuration decides whether that is useful.
-        wanted = template.with_tools.dialect.writes_tools if grant.capabilities is None else True
+        wanted = template.with_tools.dialect.has_call_notation if grant.capabilities is None else True
         can = (*GENERATIVE, "tools") if wanted else GENERATIVE
         can = can if grant.mmproj is None else (*can, "vision")
     if grant.capabilities is None:

@@ -71,7 +71,7 @@ class MarkDialect:
     """Presents tools as a template variable with their names."""
 
     name: str = "marks"
-    writes_tools: bool = True
+    has_call_notation: bool = True
     always_has_parts: bool = True
     shows: frozenset[str] = frozenset()
     ends: frozenset[str] = frozenset()

@@ -174,7 +174,7 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
 def test_families_are_detected_by_their_markers(template: str, name: str) -> None:
     dialect = detect(template, ())
     assert dialect.name == name
-    assert dialect.writes_tools == (name != "generic")
+    assert dialect.has_call_notation == (name != "generic")
 
 
 @pytest.mark.parametrize(
@@ -375,14 +375,14 @@ def of_template(source: str) -> Dialect:
 def test_template_that_only_repeats_calls_does_not_present_tools(source: str, name: str) -> None:
     """This is decided by rendering it with a tool."""
     dialect = of_template(source)
-    assert (dialect.name, dialect.writes_tools) == (name, name != "generic")
+    assert (dialect.name, dialect.has_call_notation) == (name, name != "generic")
 
 
 @pytest.mark.parametrize(("source", "name"), [(V3, "deepseek"), (CHANNELS, "harmony")])
 def test_tools_are_described_where_the_template_of_a_known_family_drops_them(source: str, name: str) -> None:
     for template, described in ((source, True), (source + "{{ tools | tojson }}", False)):
         dialect = of_template(TURNS + template)
-        assert (dialect.name, dialect.writes_tools) == (name, True)
+        assert (dialect.name, dialect.has_call_notation) == (name, True)
         messages, variables = dialect.prepare(conversation(), TOOLS, AUTO)
         assert (messages[0]["content"] != "Be brief.", variables == {}) == (described, described)
 

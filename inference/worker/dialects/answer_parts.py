@@ -145,7 +145,7 @@ class PartCollector:
         self._held.clear()
 
     def take(self) -> Sequence[Part]:
-        """The parts since the last call."""
+        """The parts since the last `take`."""
         parts, self._parts = self._parts, []
         return parts
 

@@ -31,13 +31,13 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def as_text(arguments: Any) -> str:
-    """A call's arguments as JSON text; text of a model that is not an object is kept."""
+    """A call's arguments as JSON text; text other than a JSON object is kept."""
     bare = _bare(arguments)
     return bare if isinstance(bare, str) else json.dumps(bare, ensure_ascii=False)
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
-    """A call's arguments as an object; text of a model that is not an object gets the key `arguments`."""
+    """A call's arguments as an object; arguments other than an object get the key `arguments`."""
     bare = _bare(arguments)
     value = _parsed(bare) if isinstance(bare, str) else bare
     return value if isinstance(value, dict) else {"arguments": arguments}
@@ -67,8 +67,8 @@ def _parsed(text: str) -> Any:
 def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[str, Any]]:
     """Copies in which every call has an id, a type and arguments of one kind, and every result names its call.
 
-    A result without an id answers the earliest call that has no result yet. Empty lists of calls are left out, because
-    some templates only ask whether there is one.
+    A result without an id answers the first call without a result of the last message with calls. Empty lists of calls
+    are left out, because some templates only test whether the key exists.
     """
     convert = as_text if text_arguments else as_object
     found: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[st
 def one_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`normal` messages with at most one call each, every call followed by its own results.
 
-    For templates that write one call per turn. Results of other calls follow the last call.
+    For templates that write one call per turn. Results with other ids follow the last call.
     """
     found: list[dict[str, Any]] = []
     left = list(messages)
@@ -172,11 +172,11 @@ def needs_arranging(messages: Sequence[Message]) -> bool:
 def arranged(messages: Sequence[Message], roles: Roles) -> list[Message]:
     """The messages in an order that the template renders, with all texts.
 
-    System messages that the template does not render are moved: those after a first one at the beginning are joined to
-    it, and a later one becomes part of the user's turn in its place, which leaves the prompt before it unchanged.
+    System messages that the template does not render are moved: those directly after a system message are joined to it,
+    others become part of the user's turn in their place, which leaves the prompt before them unchanged.
     """
     found: list[Message] = []
-    is_moved = False  # whether the last message contains a system message
+    is_moved = False  # whether the last message contains a moved system message
     for message in messages:
         last = found[-1] if found else None
         is_system = message["role"] == "system"

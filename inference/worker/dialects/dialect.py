@@ -18,8 +18,8 @@ from inference.worker.dialects.thinking import TEXT_BEGUN, Thinking
 
 @dataclass(frozen=True, slots=True)
 class AnswerOpening:
-    """The beginning of an answer: literals are text of the request, markers are the family's. `opened` describes its
-    end for the parser and the form of the rest: the last marker, and whether text has begun after it.
+    """The beginning of an answer: literals are plain text, markers are control tokens. `opened` describes its end
+    for the parser and the form of the rest: the last marker, and whether text has begun after it.
     """
 
     parts: tuple[Literal | Marker, ...]
@@ -34,8 +34,8 @@ class Dialect(abc.ABC):
 
     name = ""
     """hermes, qwen-xml, llama3, mistral, deepseek, deepseek-dsml, harmony or generic."""
-    writes_tools = True
-    """Whether the template itself presents tools."""
+    has_call_notation = True
+    """Whether the family has a notation of calls; `generic` uses that of Hermes."""
     ends: frozenset[str] = frozenset()
     """Texts of control tokens that end an answer, besides the model's own."""
     markers: frozenset[str] = frozenset()
@@ -44,14 +44,14 @@ class Dialect(abc.ABC):
     def __init__(
         self, thinking: Thinking | None = None, *, text_arguments: bool = False, about: str | None = None
     ) -> None:
-        """`about` explains tools in a message, in place of {tools}, for a template that does not present them."""
+        """`about` is a text that explains {tools} in a message, for a template that does not present them."""
         self.thinking = thinking
         self._text_arguments = text_arguments
         self._about = about
 
     @property
     def always_has_parts(self) -> bool:
-        """Whether answers have parts, such as reasoning, even without tools; otherwise they need no parser then."""
+        """Whether answers have parts, such as reasoning, even without tools, and so always need a parser."""
         return self.thinking is not None
 
     @property
@@ -75,7 +75,7 @@ class Dialect(abc.ABC):
         return [*explained(turns, self._about.replace("{tools}", lines))], {}
 
     def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Messages whose calls have one shape, in the form that the template needs."""
+        """`normal` messages in the form that the template needs."""
         return messages
 
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class CallingDialect(Dialect):
     reader: type[CallReader]
     """The parser of answers."""
     opening: str | None = None
-    """The text that begins every call, also after other text; None where no text marks calls reliably."""
+    """The text before the first call, also after other text; None where no text marks calls reliably."""
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer to a prompt that ends in `opened`. Without tools no text is a call."""

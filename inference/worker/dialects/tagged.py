@@ -1,4 +1,4 @@
-"""Converts arguments between tags into a JSON object, and the reverse as a form.
+"""Converts arguments between tags into a JSON object, and gives the form of such arguments.
 
 Texts are written between their tags without quotes, other values as JSON. Texts are emitted as they arrive, other
 values when they are complete, because a value that is not JSON is emitted as text.
@@ -82,7 +82,7 @@ def kind_of(schema: Any) -> Kind:
 def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form) -> tuple[Form, ...]:
     """The arguments of a call in the order of the tool's schema; `write` gives the form for a name and a schema.
 
-    `anything` is an argument with any name, for tools that neither declare properties nor forbid others.
+    `anything` is an argument with any name, for tools that neither declare nor forbid properties.
     """
     parameters = tool.parameters
     if parameters is None:

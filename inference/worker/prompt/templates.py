@@ -197,7 +197,7 @@ class ChatTemplate:
     def dialect(self) -> Dialect:
         """The notation of tools, calls and reasoning. A template that drops a given tool does not support tools."""
         known = detect(self._source, self._control_texts)
-        if not known.writes_tools:
+        if not known.has_call_notation:
             return known
         messages, variables = known.prepare([_user_message("Hi")], [Tool(_PROBE)], ToolChoice())
         try:

@@ -166,7 +166,7 @@ class Harmony(Dialect):
     def turns(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """One call per message, and reasoning as `thinking`.
 
-        Beside a call the template accepts either thinking or content, and writes both as analysis.
+        Beside a call the template accepts thinking or content, not both, and writes it as analysis.
         """
         found = one_at_a_time(messages)
         for message in found:

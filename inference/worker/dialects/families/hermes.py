@@ -72,7 +72,7 @@ class Generic(Hermes):
     """Hermes' notation for templates without a known one. `system`: the template accepts a system message."""
 
     name = "generic"
-    writes_tools = False
+    has_call_notation = False
 
     def __init__(self, thinking: Thinking | None = None, *, system: bool = True) -> None:
         super().__init__(thinking, text_arguments=True)
