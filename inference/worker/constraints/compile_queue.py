@@ -35,7 +35,7 @@ earlier."""
 
 @dataclass(slots=True)
 class _Requests:
-    """The requests for one form. The one that holds `turn` is compiled."""
+    """The requests for one form. The one that holds `turn` has it compiled."""
 
     count: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)

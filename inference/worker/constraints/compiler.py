@@ -43,7 +43,7 @@ REFUSED_SECONDS = 60.0
 """For this time a refused form is refused again without another trial."""
 KEPT = 24
 KEPT_BYTES = 32 << 20
-"""Estimated size of the cached constraints, without the growth of their automata."""
+"""Limit of the estimated size of the cached constraints, without the growth of their automata."""
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHARACTER = 256
 """Measured with schemas of 100 to 1000 properties and rounded up."""
@@ -65,7 +65,7 @@ class Compiler:
     """Compiles for one worker, one form at a time. Thread-safe.
 
     The answers of a form share an automaton that grows with their texts, up to a limit. A form whose automaton reached
-    the limit is compiled anew for every further request, so that earlier requests do not slow it down.
+    the limit is compiled anew for every further request, so that other requests do not use up its limit.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:

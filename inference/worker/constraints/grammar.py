@@ -45,7 +45,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model chooses all tokens, in its own tokenization."""
 _ONE_SPELLING = 'nrbtf\\"'
 """Escapes in strings of objects with named and other keys: with `\\u`, another key could be read as a named one.
-Control characters without another escape are excluded from values too."""
+Control characters without one of these escapes are excluded from values too."""
 _ANYTHING = "/(?s:.*)/"
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:\n]*:(?!:))")
 _LARK_PIECE = re.compile(

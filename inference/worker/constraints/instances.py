@@ -18,7 +18,7 @@ _NONE: frozenset[str] = frozenset()
 def finite(lowered: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The schema with `false` for parts without a finite value; raises SchemaError if no value is possible.
 
-    `names`: the caller's reference of each definition.
+    `names`: the `$ref` of the request for each definition.
     """
     defs: dict[str, Any] = lowered.get("$defs", {})
     if not defs:

@@ -24,7 +24,7 @@ _COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minPrope
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 _UNCLEAR = frozenset(["$dynamicRef", "$recursiveRef", "extends"])
 """Keywords that define the shape and are not supported."""
-_MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+_HAS_NO_EFFECT: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "if": lambda value, node: "then" not in node and "else" not in node,
     "uniqueItems": lambda value, node: value is False or node.get("maxItems") in (0, 1),
     "unevaluatedItems": lambda value, node: value is True,
@@ -34,7 +34,7 @@ _MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "contains": lambda value, node: node.get("minContains") == 0 and "maxContains" not in node,
 }
 """When a keyword that cannot be enforced has no effect."""
-_OUT_OF_REACH = frozenset([*_MEANINGLESS, "divisibleBy", "disallow"])
+_OUT_OF_REACH = frozenset([*_HAS_NO_EFFECT, "divisibleBy", "disallow"])
 """Keywords that narrow a value in ways that masks cannot enforce."""
 _IN_PLACE = _UNCLEAR | frozenset(
     ["$ref", "allOf", "anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies"]
@@ -67,13 +67,15 @@ def _lowered(
 class Node:
     """Lowers one schema object. Keywords keep their order, which is the order of an object's keys."""
 
-    def __init__(self, whole: Document, node: Mapping[str, Any], at: str, base: str, depth: int, scope: Scope) -> None:
+    def __init__(
+        self, document: Document, node: Mapping[str, Any], at: str, base: str, depth: int, scope: Scope
+    ) -> None:
         self._names: list[str] | None = None
         self._scope = scope
         if scope.begins and not delegates(node):
-            self._names, open_values = whole.description(node, at, base)
+            self._names, open_values = document.description(node, at, base)
             self._scope = Scope(False, open_values)
-        self._whole = whole
+        self._document = document
         self._node = node
         self._at = at
         self._base = base
@@ -111,18 +113,18 @@ class Node:
 
     def _give_up(self, key: str, problem: str) -> None:
         """Leaves a keyword to the model, or refuses it under strict."""
-        if self._whole.strict:
+        if self._document.strict:
             raise SchemaError(self._path(key), problem)
 
     def _sub(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
         """A schema of another value, such as a property."""
         is_open = self._scope.open_values is None or (path[0] == "properties" and path[1] in self._scope.open_values)
-        scope = OPEN if is_open else self._whole.scope
-        return self._whole.node(node, self._path(*path), self._base, self._depth + 1, scope)
+        scope = OPEN if is_open else self._document.scope
+        return self._document.node(node, self._path(*path), self._base, self._depth + 1, scope)
 
     def _same(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
         """One more schema of the same value."""
-        return self._whole.node(node, self._path(*path), self._base, self._depth + 1, self._scope)
+        return self._document.node(node, self._path(*path), self._base, self._depth + 1, self._scope)
 
     def _list(self, key: str, value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:
@@ -159,9 +161,9 @@ class Node:
         lowered = [self._same(item, key, index) for index, item in enumerate(options)]
 
         def take(steps: int) -> None:
-            self._whole.allowance.take_comparisons(steps, self._path(key))
+            self._document.allowance.take_comparisons(steps, self._path(key))
 
-        if not self._whole.strict or len(options) == 1 or apart(options, self._resolved, take):
+        if not self._document.strict or len(options) == 1 or apart(options, self._resolved, take):
             if "anyOf" in self._node:
                 self._also.append({"anyOf": lowered})
             else:
@@ -170,10 +172,10 @@ class Node:
             self._out[key] = lowered
 
     def _resolved(self, reference: str) -> Any:
-        return self._whole.find(reference, self._base)
+        return self._document.find(reference, self._base)
 
     def _reference(self, key: str, value: Any) -> None:
-        self._out[key] = self._whole.reference(value, self._path(key), self._base, self._scope)
+        self._out[key] = self._document.reference(value, self._path(key), self._base, self._scope)
 
     def _schemas(self, key: str, value: Any) -> None:
         named = self._map(key, value)
@@ -183,7 +185,7 @@ class Node:
             )
         lowered = {name: self._sub(item, key, name) for name, item in named.items()}
         if key == "patternProperties":
-            self._whole.allowance.take_patterns(len(named), self._path(key))
+            self._document.allowance.take_patterns(len(named), self._path(key))
             try:
                 lowered = {patterns.of_ecma(name): item for name, item in lowered.items()}
             except patterns.PatternError as error:
@@ -197,7 +199,7 @@ class Node:
         if not isinstance(value, list):
             self._out["items"] = self._sub(value, key)
             return
-        if "prefixItems" in self._node or not self._whole.has_tuples_in_items:
+        if "prefixItems" in self._node or not self._document.has_tuples_in_items:
             raise SchemaError(self._path(key), "items must be a schema; use prefixItems for the items of a tuple")
         if value:
             self._prefix(key, value)
@@ -253,9 +255,9 @@ class Node:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise SchemaError(self._path(key), f"{key} must be a number above 0")
         try:
-            self._whole.multiples.take(value, self._path(key))
+            self._document.multiples.take(value, self._path(key))
         except SchemaError:
-            if self._whole.strict:
+            if self._document.strict:
                 raise
         else:
             self._out[key] = int(value) if value == int(value) else value
@@ -293,9 +295,9 @@ class Node:
             self._also.append({"anyOf": [{"properties": {name: False}}, {"allOf": holds}]})
 
     def _out_of_reach(self, key: str, value: Any) -> None:
-        if key in _MEANINGLESS and _MEANINGLESS[key](value, self._node):
+        if key in _HAS_NO_EFFECT and _HAS_NO_EFFECT[key](value, self._node):
             return
-        if key == "propertyNames" and self._lists_names(value):
+        if key == "propertyNames" and self._lower_property_names(value):
             return
         if not _IN_PLACE & self._node.keys():
             # Without references and combined schemas, "unevaluated" means the same as "additional".
@@ -309,9 +311,9 @@ class Node:
                 return
         self._give_up(key, f"{key} cannot be enforced")
 
-    def _lists_names(self, value: Any) -> bool:
-        """Lowers `propertyNames` to the listed names or one pattern, without other properties. False if it has neither
-        form.
+    def _lower_property_names(self, value: Any) -> bool:
+        """Lowers `propertyNames` to the listed names or one pattern, without other properties. Returns False if it has
+        neither form.
         """
         if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
             return False
@@ -402,7 +404,7 @@ def _inside(key: str, value: float) -> tuple[str, float]:
 
 
 def _is_read(found: Decimal) -> bool:
-    """Whether llguidance reads a decimal exactly, and not as an adjacent number. Whole numbers are up to 2^53."""
+    """Whether llguidance reads a number exactly, and not as an adjacent one. Whole numbers must be at most 2^53."""
     if found == found.to_integral_value():
         return True
     places = -int(found.as_tuple().exponent)

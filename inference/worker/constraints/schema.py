@@ -146,7 +146,7 @@ class References:
         self._index(root)
 
     def base_of(self, node: Any, base: str) -> str:
-        """The base URI inside `node`, whose own is `base`."""
+        """The base URI inside `node`; `base` is the one around it."""
         if not isinstance(node, Mapping) or (self._old and "$ref" in node):
             return base
         id = node.get("$id", node.get("id") if self._old else None)
