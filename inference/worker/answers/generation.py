@@ -143,7 +143,7 @@ class Generation:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no token was drawn here yet."""
+        """Whether no token was drawn yet; those of a prefix do not count."""
         return self.tokens == self._begun
 
     def resume(self, prefix: AnswerPrefix) -> None:
@@ -173,7 +173,7 @@ class Generation:
         return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
 
     def _score(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """Keeps a token's log probability. Control tokens are named there, although they have no text."""
+        """Keeps a token's log probability. Control tokens are named in it, although the answer does not show them."""
         named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
         self._logprobs.append(TokenLogprob(self._vocabulary.piece(token, special=True), logprob, named, self._decoded))
 
@@ -232,13 +232,13 @@ class Scoring:
                 self._scored += 1
         return tuple(found)
 
-    def _entry(self, token: int, drawn: Distribution | None) -> TokenLogprob:
+    def _entry(self, token: int, distribution: Distribution | None) -> TokenLogprob:
         vocabulary = self._vocabulary
         piece = vocabulary.piece(token, special=True)
         offset = self._decoded
         self._decoded += len(self._detokenizer.push(piece))
-        if drawn is None:
+        if distribution is None:
             return TokenLogprob(piece, None, (), offset)
-        best = drawn.top(self._alternatives)
+        best = distribution.top(self._alternatives)
         top = tuple((vocabulary.piece(other, special=True), value) for other, value in best)
-        return TokenLogprob(piece, drawn.logprob(token), top, offset)
+        return TokenLogprob(piece, distribution.logprob(token), top, offset)

@@ -106,8 +106,8 @@ class StructuredGeneration(Generation):
         return self._added(finish)
 
     def _take(self, parts: Iterable[Part], *, drops: bool = False) -> None:
-        """Adds parts of the parser until a stop string or the last allowed call. `drops`: content is dropped, and stop
-        strings in it are ignored.
+        """Adds parts of the parser until a stop string or a call beyond the limit. `drops`: content is dropped, and
+        stop strings in it are ignored.
         """
         for part in parts:
             if self._stops.matched is not None or self._complete:
