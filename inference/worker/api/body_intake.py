@@ -55,7 +55,7 @@ class Intake:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def done(self, exchange: Exchange) -> None:
-        """Ends an exchange; memory of a large body is returned to the system."""
+        """Returns the memory of a large body to the system after its exchange."""
         if exchange.announced_bytes > BIG_BODY_BYTES:
             self._executor.submit(malloc_trim.trim)
 
@@ -101,9 +101,9 @@ def typed(body: Any, decode: Callable[[Mapping[str, Any]], T], facts: Facts) -> 
 def refuse_extra(holder: Extensible | None, at: str) -> None:
     """Raises BadRequestError for a field of the object `at` that is not declared."""
     for name in (holder and holder.extra) or ():
-        unknown_field(name, at)
+        refuse_field(name, at)
 
 
-def unknown_field(name: str, at: str) -> NoReturn:
+def refuse_field(name: str, at: str) -> NoReturn:
     """Raises BadRequestError for a field of the object `at`."""
     raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")

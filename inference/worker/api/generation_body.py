@@ -187,7 +187,7 @@ def need_capability(facts: Facts, name: str) -> None:
 def continues(given: ChatBody | TokenizeBody, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the answer continues the last message.
 
-    Raises BadRequestError if that is not text of the assistant, or if add_generation_prompt says the opposite.
+    Raises BadRequestError if that is not text of the assistant, or if add_generation_prompt contradicts it.
     """
     found = bool(given.continue_final_message)
     if found and messages[-1]["role"] != "assistant":

@@ -20,7 +20,7 @@ from headgate.shared.bodies.openai_bodies import (
 )
 from headgate.shared.parameters import SAMPLING_PARAMETERS, Sampling
 from inference.protocol import Code
-from inference.worker.api.body_intake import refuse_extra, unknown_field
+from inference.worker.api.body_intake import refuse_extra, refuse_field
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Form, Grammar, Json, Literal, OneOf, Regex
 from inference.worker.worker_errors import BadRequestError
@@ -144,7 +144,7 @@ def _tool_choice(
     allowed = choice.allowed_tools
     if allowed is None:
         raise BadRequestError(f'{at} needs a mode, "auto" or "required", and a list of tools', at)
-    # The model does not see the others.
+    # The model does not see tools that are not allowed.
     kept = [_declared_tool(item, tools, f"{at}.tools[{index}]") for index, item in enumerate(allowed.tools)]
     return tuple(tool for tool in tools if tool in kept), ToolChoice(allowed.mode, None, parallel)
 
@@ -189,7 +189,7 @@ def _response_format(given: ResponseFormat) -> Form | None:
             extra[name] = True
     for name, value in extra.items():
         if value is not None:
-            unknown_field(name, at)
+            refuse_field(name, at)
     if given.type == "text":
         return None
     if given.type == "json_object":

@@ -297,7 +297,7 @@ class App:
         unfinished = len(counts)
 
         def restores() -> bytes:
-            """The comments about restores since the last call."""
+            """The SSE comments about sequences that were restored since the last call."""
             frames = b""
             while ticket.restored:  # removed one by one, because the engine may add others
                 frames += ticket.restored.pop(0).frame()
