@@ -1,7 +1,7 @@
 """A child process with limits on time and memory that answers one request after the other.
 
-Some inputs take exponential time or memory within one call of a library. A thread cannot be stopped there, a process
-can.
+Some inputs take exponential time or memory within one call of a library. A thread cannot be stopped in such a call, a
+process can.
 """
 
 from __future__ import annotations

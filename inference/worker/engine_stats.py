@@ -26,7 +26,7 @@ class TokenRate:
     seconds: float = 0.0
     least: int = MIN_TOKENS
 
-    def read(self, tokens: int, seconds: float) -> TokenRate:
+    def with_step(self, tokens: int, seconds: float) -> TokenRate:
         """The rate with one more step that took `seconds`. `tokens`: its tokens, with the reused ones."""
         if tokens < self.least or seconds <= 0:
             return self

@@ -157,10 +157,10 @@ class ChainSampler:
         penalizes = sampling.repeat_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
         self._penalties = Penalties(sampling) if penalizes else None
         self._is_greedy = sampling.temperature < COLDEST
-        self._excludes = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
+        self._uses_xtc = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
         self._mirostat = 0 if self._is_greedy else sampling.mirostat
         self._dry = dry_of(sampling, context)
-        self._among_allowed = self._dry is not None or self._excludes or self._mirostat > 0
+        self._among_allowed = self._dry is not None or self._uses_xtc or self._mirostat > 0
         self._model = model
         self._ends = np.fromiter(sorted(model.end_tokens), np.intp)
         self._min_tokens = sampling.min_tokens
@@ -185,7 +185,7 @@ class ChainSampler:
             if self._mirostat == 2:
                 return chain.add("mirostat_v2", *surprise)
             return chain.add("mirostat", self._n_vocab, *surprise, _MIROSTAT_TOKENS)
-        if self._is_greedy and not self._excludes:
+        if self._is_greedy and not self._uses_xtc:
             return chain.add("greedy")
         if sampling.top_n_sigma > 0.0:
             chain.add("top_n_sigma", sampling.top_n_sigma)
@@ -198,7 +198,7 @@ class ChainSampler:
             chain.add("top_p", sampling.top_p, 1)
         if sampling.min_p > 0.0:
             chain.add("min_p", sampling.min_p, 1)
-        if self._excludes:
+        if self._uses_xtc:
             chain.add("xtc", sampling.xtc_probability, sampling.xtc_threshold, 1, self._seed)
         if self._is_greedy:
             return chain.add("greedy")
@@ -238,7 +238,7 @@ class ChainSampler:
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`.
 
-        Afterwards bias and penalties are undone; end tokens that `min_tokens` forbids stay so. Raises
+        Afterwards bias and penalties are undone; end tokens that `min_tokens` forbids stay forbidden. Raises
         NoTokenAllowedError, and ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end
         the process.
         """
@@ -299,7 +299,7 @@ class ChainSampler:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Adds tokens of the answer that another worker drew, before the first draw. Penalties, DRY and `min_tokens`
-        count them. The state of the random generator and of Mirostat there is unknown.
+        count them. That worker's state of the random generator and of Mirostat is unknown.
         """
         self._drawn = len(tokens)
         if self._dry is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from headgate.shared.kv_hint import KvHint
 from inference.protocol import Priority
 
-HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
+PRIORITY_OFFSET_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
 """Offset added to the arrival time in the order of service. It is constant, so that no priority starves."""
 
 
@@ -114,7 +114,7 @@ class Job:
     @property
     def key(self) -> tuple[float, int]:
         """Place in the order of service; the smallest comes first."""
-        return (self.arrival + HEAD_START_SECONDS[self.priority], self.id)
+        return (self.arrival + PRIORITY_OFFSET_SECONDS[self.priority], self.id)
 
 
 def sequence_id(tokens: array[int], tenant: str) -> str:

@@ -66,12 +66,12 @@ def load_worker_model(
     def open_with(context: llama.Context, grant: Grant) -> TieredStore:
         return open_store(context, grant, keys, arena_handle, on_store)
 
-    return _announced(WorkerModel(loaded, grant, tail, open_with))
+    return _with_store(WorkerModel(loaded, grant, tail, open_with))
 
 
 def reopen_worker_model(model: WorkerModel, grant: Grant) -> WorkerModel:
     """Opens a new context for a model that was offloaded in this process; raises LoadError."""
-    return _announced(replace(model, loaded=reopen(model.loaded, grant, model.tail), grant=grant))
+    return _with_store(replace(model, loaded=reopen(model.loaded, grant, model.tail), grant=grant))
 
 
 def free_context(model: WorkerModel, seconds: float) -> tuple[WorkerModel, Offloaded]:
@@ -99,7 +99,7 @@ def _stored(model: WorkerModel) -> Offloaded:
     return Offloaded(counts.ram_bytes, counts.ram_sequences, counts.ram_tokens)
 
 
-def _announced(model: WorkerModel) -> WorkerModel:
+def _with_store(model: WorkerModel) -> WorkerModel:
     """The model with its store, and with the tokens of the stored sequences in the ready message."""
     if model.loaded.context.pooling <= 0:
         model = replace(model, store=model.open_store(model.loaded.context, model.grant))

@@ -20,7 +20,7 @@ from inference.worker.engine.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
 from inference.worker.engine.output_tickets import OutputDispatcher, Ticket
 from inference.worker.engine.pooling_schedule import INPUT_TOKENS, PoolQueue
 from inference.worker.prompt.templates import ControlTextSplitter
-from inference.worker.steps import HEAD_START_SECONDS
+from inference.worker.steps import PRIORITY_OFFSET_SECONDS
 from inference.worker.worker_errors import BadRequestError, WorkerError
 from inference.worker.worker_requests import Facts
 
@@ -308,7 +308,7 @@ def test_each_input_is_scheduled_once_in_the_order_of_service(
         queue.computed(seconds)
         first += [item.owner for item in batch.chosen if item.owner not in first]
     assert sorted(left) == [(number, index) for number, entry in enumerate(requests) for index in range(len(entry[0]))]
-    keys = [requests[number][1] + HEAD_START_SECONDS[requests[number][2]] for number in first]
+    keys = [requests[number][1] + PRIORITY_OFFSET_SECONDS[requests[number][2]] for number in first]
     assert keys == sorted(keys)
 
 

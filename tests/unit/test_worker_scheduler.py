@@ -518,25 +518,25 @@ def test_delayed_streams_catch_up_before_the_next_long_delay() -> None:
 
 def test_rate_is_none_before_a_step_that_counts() -> None:
     assert TokenRate().tokens_per_second is None
-    assert TokenRate().read(MIN_TOKENS - 1, 0.5).tokens_per_second is None
-    assert TokenRate().read(500, 0.0).tokens_per_second is None
-    assert TokenRate().read(500, 0.5).tokens_per_second == 1000
+    assert TokenRate().with_step(MIN_TOKENS - 1, 0.5).tokens_per_second is None
+    assert TokenRate().with_step(500, 0.0).tokens_per_second is None
+    assert TokenRate().with_step(500, 0.5).tokens_per_second == 1000
 
 
 def test_older_steps_have_less_weight_and_leave_the_window() -> None:
-    rate = TokenRate().read(1000, 1.0)
+    rate = TokenRate().with_step(1000, 1.0)
     for _ in range(200):
-        rate = rate.read(100, 1.0)
+        rate = rate.with_step(100, 1.0)
     assert rate.tokens_per_second is not None
     assert abs(rate.tokens_per_second - 100) < 1
-    assert rate.read(50, WINDOW_SECONDS * 2) == TokenRate(50, WINDOW_SECONDS * 2)
+    assert rate.with_step(50, WINDOW_SECONDS * 2) == TokenRate(50, WINDOW_SECONDS * 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 60)), max_size=40))
 def test_rate_stays_within_the_measured_rates(steps: list[tuple[int, float]]) -> None:
     rate = TokenRate()
     for tokens, seconds in steps:
-        rate = rate.read(tokens, seconds)
+        rate = rate.with_step(tokens, seconds)
     seen = [tokens / seconds for tokens, seconds in steps if tokens >= MIN_TOKENS and seconds > 0]
     found = rate.tokens_per_second
     assert (found is None) == (not seen)

@@ -154,7 +154,7 @@ class Embedder:
         if failure is None:
             self._runner.succeeded()
             self.counters.prompt_tokens += total
-            self.counters.prefill = self.counters.prefill.read(total, seconds)
+            self.counters.prefill = self.counters.prefill.with_step(total, seconds)
         else:
             reason = WorkerError(Code.MODEL_FAILED, failure)
             vectors = [Vector(item.index, error=reason) for item in batch]

@@ -306,9 +306,9 @@ class Engine:
             self._verification.remove_rejected(step)
         seconds = self.counters.end()
         self._next_seconds = seconds if not step.prefill else math.inf
-        self.counters.prefill = self.counters.prefill.read(step.prefill + reused, seconds)
+        self.counters.prefill = self.counters.prefill.with_step(step.prefill + reused, seconds)
         if step.tokens == 1 and not step.prefill:
-            self.counters.decode = self.counters.decode.read(1, seconds)
+            self.counters.decode = self.counters.decode.with_step(1, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
         return True
 

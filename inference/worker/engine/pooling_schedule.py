@@ -1,9 +1,9 @@
 """Decides which inputs of which requests are pooled in the next batch.
 
-The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS), plus the computed seconds
-of the request so far, multiplied by the number of requests that shared them. Concurrent requests therefore make equal
-progress, independent of their number of inputs. No request starves, because later requests are ordered behind it. The
-inputs of a request are served in their order.
+The order of service is the arrival time plus the offset of the priority (PRIORITY_OFFSET_SECONDS), plus the computed
+seconds of the request so far, multiplied by the number of requests that shared them. Concurrent requests therefore make
+equal progress, independent of their number of inputs. No request starves, because later requests are ordered behind it.
+The inputs of a request are served in their order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from inference.protocol import Priority
-from inference.worker.steps import HEAD_START_SECONDS
+from inference.worker.steps import PRIORITY_OFFSET_SECONDS
 
 INPUT_TOKENS = 32
 """Memory overhead of an input, as a number of tokens: 128 bytes for the array, its allocation and its list entry."""
@@ -105,7 +105,7 @@ class PoolQueue(Generic[Owner]):
         deadline: float | None = None,
     ) -> None:
         """Queues a request. Times are seconds on the caller's clock; no input starts after `deadline`."""
-        key = arrival + HEAD_START_SECONDS[priority]
+        key = arrival + PRIORITY_OFFSET_SECONDS[priority]
         self._requests.append(_Request(key, owner, inputs, deadline, _weight(inputs)))
 
     def drop(self, owner: Owner) -> None:

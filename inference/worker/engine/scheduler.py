@@ -7,7 +7,7 @@ is changed in place instead of copied, because a step runs every few millisecond
                  ^----------+---------+   suspended because its outputs are not read, or put back because the KV cache
                                           had no room; generated tokens are kept and computed again where needed
 
-The order of service is the arrival time plus the offset of the priority (HEAD_START_SECONDS): the oldest job comes
+The order of service is the arrival time plus the offset of the priority (PRIORITY_OFFSET_SECONDS): the oldest job comes
 first, the youngest last. `Slots` decides which slot holds which tokens and which prefix a prompt reuses.
 """
 
