@@ -240,17 +240,6 @@ def test_abort_in_ggml_is_written_to_stderr() -> None:
     assert "the line before\nhere.c:7: it broke" in done.stderr
 
 
-def test_lora_adapter_changes_the_answer(tmp_path: Path) -> None:
-    body = {"prompt": "the water", "max_tokens": 20, "temperature": 0}
-    texts = []
-    for name, lora in (("plain", ()), ("adapted", (str(tiny_gguf.lora()),))):
-        (tmp_path / name).mkdir()
-        with WorkerRig(tmp_path / name, grant_for(tiny_gguf.generative(), lora=lora)) as rig:
-            rig.ready()
-            texts.append(rig.post("/v1/completions", body)[1]["choices"][0]["text"])
-    assert texts[0] != texts[1]
-
-
 def test_model_with_a_quantized_cache_answers(tmp_path: Path) -> None:
     model = tiny_gguf.generative(width=128, heads=2, heads_kv=1)
     with WorkerRig(tmp_path, grant_for(model, kv_type="q8_0")) as rig:
