@@ -76,7 +76,7 @@ STOP_STEP_SECONDS = 0.5
 STORE_SECONDS = 1.5
 """Time for storing sequences at the end, and again for writing them to disk.
 
-With STOP_STEP_SECONDS and STOP_SECONDS it is less than the time after which the service kills a worker
+Both, with STOP_STEP_SECONDS and STOP_SECONDS, are less than the time after which the service kills a worker
 (`worker_process.STOP_SECONDS`).
 """
 SPINS = "4000"
@@ -307,7 +307,7 @@ class Worker:
         self._use_threads()
         self._use_kv_budget()
         self._channel.send(model.loaded.ready)
-        app.rest()
+        app.set_idle()
         order = await self._ending
         app.draining = True
         if order == "drain":

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from inference.worker.api.body_intake import Intake
-from inference.worker.api.kv_api import Sequences
+from inference.worker.api.kv_api import KvApi
 from inference.worker.api.worker_app import App
 from inference.worker.kv.sequence_control import SequenceRow
 from inference.worker.prompt.prompts import Prompts
@@ -124,7 +124,7 @@ async def test_engine_that_does_not_answer_is_not_waited_for() -> None:
 
     exchange: Any = None  # not used before the engine answers
     with ThreadPoolExecutor(1) as executor, pytest.raises(WorkerError, match="takes longer") as caught:
-        await Sequences(Busy(), Intake(executor), 0.05).show(exchange)
+        await KvApi(Busy(), Intake(executor), 0.05).show(exchange)
     assert caught.value.status == 504
 
 

@@ -38,7 +38,7 @@ class PinBody(msgspec.Struct, forbid_unknown_fields=True):
     tenant: str | None = None
 
 
-class Sequences:
+class KvApi:
     """The endpoints for operators. A model without `control` has no sequences."""
 
     def __init__(self, control: SequenceControl | None, intake: Intake, seconds: float = WAIT_SECONDS) -> None:

@@ -37,7 +37,7 @@ _read = partial(decode, type_=RerankRequest, path="")
 _PLACE = re.compile(r"(\{query\}|\{document\})")
 
 
-class Vectors:
+class PooledApi:
     """The two endpoints of a model that pools. Without `embedder` or `reranker` they refuse requests."""
 
     def __init__(

@@ -25,7 +25,7 @@ MAX_DETOKENIZED = 2**20
 _read_detokenize = partial(decode, type_=DetokenizeBody, path="")
 
 
-class Counting:
+class TokenizeApi:
     """Tokenizes for one model, exactly as a request with the same messages or prompt is tokenized."""
 
     def __init__(self, facts: Facts, prompts: Prompts, detokenize: Callable[[list[int]], str]) -> None:

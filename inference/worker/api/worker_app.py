@@ -31,10 +31,10 @@ from inference.worker.answers.answer_shape import Shape
 from inference.worker.answers.generation import Output
 from inference.worker.api import generation_body, response_writer
 from inference.worker.api.body_intake import Intake
-from inference.worker.api.kv_api import Sequences
-from inference.worker.api.pooled_api import Reranker, Vectors
+from inference.worker.api.kv_api import KvApi
+from inference.worker.api.pooled_api import PooledApi, Reranker
 from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
-from inference.worker.api.tokenize_api import Counting
+from inference.worker.api.tokenize_api import TokenizeApi
 from inference.worker.api.worker_exchange import MAX_STREAM_INTERVAL_SECONDS, Exchange
 from inference.worker.backend import Constraint
 from inference.worker.constraints import FormQueue
@@ -95,20 +95,20 @@ class App:
         self._vision = vision
         self._intake = Intake(executor)
         self._prepare_sampling = prepare_sampling
-        self._counting = Counting(facts, prompts, detokenize)
-        vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
-        sequences = Sequences(control, self._intake)
+        self._tokenize_api = TokenizeApi(facts, prompts, detokenize)
+        pooled = PooledApi(facts, prompts, self._intake, embedder, reranker)
+        kv = KvApi(control, self._intake)
         self._forms = forms
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, generation_body.chat)),
             "/v1/completions": ("POST", partial(self._generate, generation_body.completion)),
-            "/v1/embeddings": ("POST", vectors.embeddings),
-            "/v1/rerank": ("POST", vectors.rerank),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenized),
-            "/kv/sequences": ("GET", sequences.show),
-            "/kv/clear": ("POST", sequences.clear),
-            "/kv/pin": ("POST", sequences.pin),
+            "/v1/embeddings": ("POST", pooled.embeddings),
+            "/v1/rerank": ("POST", pooled.rerank),
+            "/tokenize": ("POST", self._post_tokenize),
+            "/detokenize": ("POST", self._post_detokenize),
+            "/kv/sequences": ("GET", kv.show),
+            "/kv/clear": ("POST", kv.clear),
+            "/kv/pin": ("POST", kv.pin),
             "/livez": ("GET", self._livez),
         }
 
@@ -116,7 +116,7 @@ class App:
         """Returns once no request is being answered."""
         await self._idle.wait()
 
-    def rest(self) -> None:
+    def set_idle(self) -> None:
         """Marks the worker as idle."""
         self._idle.set()
         if self._forms is not None and not self.draining:
@@ -140,7 +140,7 @@ class App:
             self._intake.done(exchange)
             self.in_flight -= 1
             if self.in_flight == 0:
-                self.rest()
+                self.set_idle()
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -357,11 +357,11 @@ class App:
             echoes += [Echo(text, max(0, len(whole) - len(text)))] * work.n
         return echoes
 
-    async def _tokenize(self, exchange: Exchange) -> None:
-        await exchange.json_bytes(await self._intake.decoded(exchange, self._counting.tokens_of))
+    async def _post_tokenize(self, exchange: Exchange) -> None:
+        await exchange.json_bytes(await self._intake.decoded(exchange, self._tokenize_api.tokens_of))
 
-    async def _detokenized(self, exchange: Exchange) -> None:
-        await exchange.json_bytes(await self._intake.decoded(exchange, self._counting.text_of))
+    async def _post_detokenize(self, exchange: Exchange) -> None:
+        await exchange.json_bytes(await self._intake.decoded(exchange, self._tokenize_api.text_of))
 
     async def _compiled(self, shape: Shape, ticket: Ticket[Output], deadline: float | None) -> Constraint | None:
         if shape.form is None or self._forms is None:

@@ -69,7 +69,7 @@ class FormQueue:
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def busy(self) -> None:
-        """A request is running."""
+        """A request is running: ends the wait of `idle`."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
