@@ -41,8 +41,7 @@ TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of an engine: `slots` sequences with own KV cells for `context` tokens each, `batch` tokens per step,
-    `queue` waiting jobs.
+    """Sizes of an engine: `slots` sequences of at most `context` tokens, `batch` tokens per step, `queue` waiting jobs.
 
     `cells`: the size of the pool of cells that the sequences share, at least `context`; 0 if each has its own.
     `can_trim`: the end of a slot can be removed and its beginning copied (not possible with recurrent states).
@@ -239,7 +238,7 @@ class Fetch:
 Operation = Remove | Copy | SaveCheckpoint | RestoreCheckpoint | Store | Load | Fetch
 
 
-def performed(operations: Sequence[Operation], perform: Callable[[Operation], bool]) -> list[int]:
+def perform_all(operations: Sequence[Operation], perform: Callable[[Operation], bool]) -> list[int]:
     """Performs memory operations in order; returns the slots that do not hold what they should.
 
     `perform` returns False if a slot is empty because it could not be restored or loaded. Its later saves and

@@ -29,7 +29,7 @@ from inference.worker.steps import (
     Step,
     Store,
     StoredSequence,
-    performed,
+    perform_all,
 )
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -103,7 +103,7 @@ class Memory:
         """Performs the operations, at most `transfers` of stores and loads; returns the slots that were not loaded."""
         moved = [operation for operation in step.operations if isinstance(operation, Store | Load)]
         assert len(moved) <= transfers, "too many transfers between two steps"
-        return performed(step.operations, self.perform)
+        return perform_all(step.operations, self.perform)
 
     def perform(self, operation: Operation) -> bool:
         copies = self.arriving if self.limits.window else set()

@@ -42,7 +42,7 @@ from inference.worker.steps import (
     SaveCheckpoint,
     Store,
     StoredSequence,
-    performed,
+    perform_all,
 )
 
 
@@ -682,7 +682,7 @@ def test_copies_of_a_slot_that_could_not_be_loaded_are_lost() -> None:
         done.append(operation)
         return not isinstance(operation, Load)
 
-    assert performed(operations, perform) == [0, 1]
+    assert perform_all(operations, perform) == [0, 1]
     assert done == [operations[0], operations[4]]
 
 

@@ -49,7 +49,7 @@ from inference.worker.steps import (
     Row,
     SaveCheckpoint,
     Store,
-    performed,
+    perform_all,
 )
 from inference.worker.worker_errors import WorkerError
 from inference.worker_link import KvLabels
@@ -271,7 +271,7 @@ class Engine:
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed), transfers, self._verification.propose)
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model generated no token before the deadline"))
-        if lost := performed(step.operations, self._perform):
+        if lost := perform_all(step.operations, self._perform):
             log.warning("%d slots could not be restored: their prompts are computed again", len(lost))
             self._scheduler.not_restored(lost)
             return True
