@@ -110,7 +110,7 @@ class _Counting:
         """The candidate that would answer, and its count; raises GatewayError when there is no count."""
         waiting = self._candidates()
         while waiting and self._budget.has_time(self._loop.time()):
-            candidate = await self._filter.settled(waiting.popleft(), self._budget)
+            candidate = await self._filter.resolved(waiting.popleft(), self._budget)
             if isinstance(candidate, Dropped):
                 self._outcomes.drop(candidate)
                 if not waiting:

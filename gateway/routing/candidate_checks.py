@@ -1,8 +1,8 @@
 """The checks of a candidate when its turn comes: whether the prompt fits its context, and whether it is worth the wait.
 
 A body is not counted when its bytes fit the context at MIN_BYTES_PER_TOKEN, together with TEMPLATE_TOKENS and
-`max_tokens`. Ordinary text has twice as many bytes per token. A prompt with fewer bytes per token is rejected
-by the model itself, and the next candidate is tried.
+`max_tokens`. Ordinary text has twice as many bytes per token. A longer prompt with fewer bytes per token is
+rejected by the model itself, and the next candidate is tried.
 
     time to first token = load + queue + prompt tokens / prefill rate
 
@@ -65,7 +65,7 @@ def is_alternative(context_length: int | None, too_short: int) -> bool:
 
 
 def too_long(candidate: Candidate, prompt_tokens: int, max_tokens: int | None, context_length: int) -> Dropped:
-    """The reason for a prompt that leaves no room for an answer, or for a `max_tokens` beyond the whole context."""
+    """The reason to drop: the prompt leaves no room for an answer, or `max_tokens` exceeds the whole context."""
     if prompt_tokens >= context_length:
         message = f"the prompt has {prompt_tokens} tokens, and the model's context holds {context_length}"
         param = None

@@ -119,7 +119,7 @@ class CandidateFilter:
         return self._considered[candidate.position].facts
 
     # --- local/smaller -----------------------------------------------------------------------------------------------
-    async def settled(self, candidate: Candidate, budget: Budget) -> Candidate | Dropped:
+    async def resolved(self, candidate: Candidate, budget: Budget) -> Candidate | Dropped:
         """`candidate`, whose turn has come. `local/smaller` becomes the model that it stands for now, or is dropped."""
         if not candidate.is_rule:
             return candidate
@@ -202,7 +202,7 @@ class CandidateFilter:
     # --- length and speed --------------------------------------------------------------------------------------------
 
     def may_change(self, candidate: Candidate, later: Collection[Candidate]) -> bool:
-        """Whether `judge` could exclude `candidate` if the candidates `later` are left."""
+        """Whether `judge` could drop or defer `candidate` if the candidates `later` are left."""
         return candidate.is_local and bool(later or self._counts)
 
     async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:

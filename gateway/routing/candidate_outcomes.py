@@ -177,11 +177,11 @@ _FIT_SECONDS = 2.0
 
 
 def no_answer(
-    request: InferenceRequest, outcomes: Sequence[CandidateOutcome], time_spent: str | None, *, is_retry: bool = False
+    request: InferenceRequest, outcomes: Sequence[CandidateOutcome], passed_limit: str | None, *, is_retry: bool = False
 ) -> GatewayError:
     """The error for a request whose candidates all were dropped, refused it or failed.
 
-    `time_spent` is the limit that passed, None while time is left. `is_retry`: the client has retried before;
+    `passed_limit` is the limit that passed, None while time is left. `is_retry`: the client has retried before;
     unless a full queue is the only problem, it gets `x-should-retry: false`.
     """
     each = "; ".join(f"{outcome.candidate.place}: {outcome.message}" for outcome in outcomes)
@@ -205,8 +205,8 @@ def no_answer(
         return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", retryable=False)
     if all(outcome.drop in _FOREVER or _is_full(outcome) for outcome in outcomes):
         return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
-    if time_spent is not None:
-        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", retryable=False)
+    if passed_limit is not None:
+        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {passed_limit}: {each}", retryable=False)
     spent = is_retry or Drop.BUDGET in drops  # a retry would repeat the same attempts
     return RefusedError(
         Code.NO_TIER_AVAILABLE,

@@ -112,7 +112,7 @@ class Drop(StrEnum):
     UNHEALTHY = "unhealthy"
     """deferred: it would likely fail"""
     SILENT = "silent"
-    """deferred: several attempts there get no bytes"""
+    """deferred: several attempts at it get no bytes"""
     RECOVERING = "recovering"
     """deferred: it recovers from a failure and takes few requests"""
     ROOM = "little_room"
@@ -176,10 +176,10 @@ def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> 
     `aliases` (id by alias) of local models are replaced by the id, because facts, breakers and counts use the id.
     """
     found = _expand(entries, model)
-    if aliases and any(name.is_local and not name.is_rule and name.model in aliases for name in found):
+    if aliases and any(one.is_local and not one.is_rule and one.model in aliases for one in found):
         return _without_repeats(
-            replace(name, model=aliases.get(name.model, name.model)) if name.is_local and not name.is_rule else name
-            for name in found
+            replace(one, model=aliases.get(one.model, one.model)) if one.is_local and not one.is_rule else one
+            for one in found
         )
     return found
 

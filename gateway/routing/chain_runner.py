@@ -85,7 +85,7 @@ class ChainRunner:
         self.device: str | None = None
         """The device that computes the answer, if the provider reports it."""
 
-    # These three are not coroutines, because each coroutine on the stack is resumed whenever the task wakes.
+    # `stream`, `whole` and `unary` are not coroutines: each coroutine on the stack is resumed whenever the task wakes.
     def stream(self) -> Awaitable[Answer]:
         """A committed answer; raises GatewayError when no candidate began one.
 
@@ -183,14 +183,14 @@ class ChainRunner:
                 spent = "time was" if self._out_of_time else f"{state.budget.limits.attempts} attempts were"
                 outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not tried: the request's {spent} spent"))
                 continue
-            settled = await self._settled(candidate)
-            if isinstance(settled, Dropped):
-                if settled.drop is Drop.NO_NODE and outcomes.has_failed(candidate):
-                    self._record.dropped[candidate.name] = f"{settled.drop}: {settled.message}"
+            resolved = await self._resolved(candidate)
+            if isinstance(resolved, Dropped):
+                if resolved.drop is Drop.NO_NODE and outcomes.has_failed(candidate):
+                    self._record.dropped[candidate.name] = f"{resolved.drop}: {resolved.message}"
                 else:
-                    outcomes.drop(settled)
+                    outcomes.drop(resolved)
                 continue
-            candidate = settled
+            candidate = resolved
             if self._filter.may_change(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
                 if verdict.drop in DEFERRING:
                     outcomes.defer(verdict)
@@ -232,17 +232,17 @@ class ChainRunner:
             self._outcomes.defer(deferred)
         return chain
 
-    async def _settled(self, candidate: Candidate) -> Candidate | Dropped:
+    async def _resolved(self, candidate: Candidate) -> Candidate | Dropped:
         """`candidate` with the model that it stands for now and the node; the reason if there is none."""
         budget = self._state.budget
         if not candidate.is_rule and self._filter.nodes is None:
             return candidate
         began = time.monotonic()
-        settled = await self._filter.settled(candidate, budget)
-        if not isinstance(settled, Dropped):
-            settled = await self._filter.placed(settled, budget)
+        resolved = await self._filter.resolved(candidate, budget)
+        if not isinstance(resolved, Dropped):
+            resolved = await self._filter.placed(resolved, budget)
         self.upstream_seconds += time.monotonic() - began
-        return settled
+        return resolved
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """Why `candidate` is not tried now; None when it is. No candidate is deferred twice."""
@@ -332,8 +332,8 @@ class ChainRunner:
         outcomes = self._outcomes.in_chain_order(self._ready_in)
         now = state.loop.time()
         has_time = not self._out_of_time and state.budget.has_time(now)
-        time_spent = None if has_time else state.budget.limit_text(now)
-        error = no_answer(state.request, outcomes, time_spent, is_retry=state.context.retries > 0)
+        passed_limit = None if has_time else state.budget.limit_text(now)
+        error = no_answer(state.request, outcomes, passed_limit, is_retry=state.context.retries > 0)
         self._record.reason = outcomes[0].name if outcomes else str(error.code)
         return error
 

@@ -94,7 +94,7 @@ class GatewayState:
 
     @functools.cached_property
     def fleet_view(self) -> FleetView | None:
-        """The view where candidates have to be settled on a node; None for the only service."""
+        """The view of the nodes, of which each local candidate gets one; None for the only service."""
         return self.view if isinstance(self.view, FleetView) else None
 
     def selection(
@@ -109,12 +109,12 @@ class GatewayState:
         )  # fmt: skip
 
     def view_of(self, candidate: Candidate) -> InferenceView | FleetView:
-        """The models of the candidate's node, or of all nodes while it is not settled."""
+        """The models of the candidate's node, or of all nodes while none is chosen."""
         node = self.nodes.get(candidate.node) if candidate.node else None
         return self.view if node is None else node.view
 
     def provider_of(self, candidate: Candidate) -> Provider | None:
-        """The provider of a candidate; any node's while it is not settled, as all nodes accept the same requests."""
+        """The provider of a candidate; that of any node while none is chosen, as all nodes accept the same requests."""
         found = self.registry.providers.get(candidate.provider_key)
         if found is None and candidate.is_local and not candidate.node:
             return next((node.provider for node in self.nodes.values()), None)

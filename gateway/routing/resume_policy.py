@@ -97,14 +97,14 @@ def why_not_resumable(request: InferenceRequest, policy: str) -> str | None:
         return "off"
     body = request.body
     if isinstance(body, ChatRequest):
-        is_joined = bool(body.continue_final_message or body.audio)
+        is_unsuitable = bool(body.continue_final_message or body.audio)
     elif isinstance(body, CompletionRequest):
         prompt = body.prompt
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-        is_joined = bool(several or body.echo or body.suffix or (body.best_of or 1) > 1)
+        is_unsuitable = bool(several or body.echo or body.suffix or (body.best_of or 1) > 1)
     else:
-        is_joined = True
-    return "shape" if is_joined or not request.is_plain else None
+        is_unsuitable = True
+    return "shape" if is_unsuitable or not request.is_plain else None
 
 
 def is_resumable(verdict: Verdict) -> bool:

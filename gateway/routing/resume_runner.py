@@ -242,14 +242,14 @@ class Answer:
             if not self._budget.has_time(now()):
                 self._drop(entry, "the time was spent")
                 continue
-            candidate = await self._filter.settled(entry, self._budget)
+            candidate = await self._filter.resolved(entry, self._budget)
             if isinstance(candidate, Dropped):
                 self._drop(entry, f"{candidate.drop}: {candidate.message}")
                 continue
             self._tried |= {entry, candidate}
             continuation = _continuation(state, partial, candidate)
             if continuation is None:
-                self._drop(candidate, "it cannot continue a prompt of token ids")
+                self._drop(candidate, "it cannot continue token ids, nor a completion without a token limit")
                 continue
             last = entry == candidates[-1]
             retry_in = await self._open_on_a_node(candidate, broken, continuation.body, last=last)

@@ -46,7 +46,7 @@ def why_not_now(status: ModelStatus) -> str | None:
 def others(
     models: Iterable[ModelStatus], named: Collection[str], capabilities: Collection[str]
 ) -> tuple[ModelStatus, ...]:
-    """The chat models with `capabilities` that the chain does not name, because those have turns of their own.
+    """The chat models with `capabilities`, without those that the chain names: they have turns of their own.
 
     Unknown capabilities do not exclude a model.
     """

@@ -68,7 +68,7 @@ class SentAnswer:
         return next((Head(chunk["id"], chunk.get("created")) for chunk in named), Head())
 
     @property
-    def roles(self) -> frozenset[Any]:
+    def choices_with_role(self) -> frozenset[Any]:
         """The choices whose role the client has."""
         choices = (choice for chunk in self._beginning for choice in chunk["choices"])
         return frozenset(choice.get("index", 0) for choice in choices if "role" in mapping(choice, "delta"))
@@ -127,7 +127,7 @@ class Splice:
         cloud does not detect.
         """
         self._head = sent.head
-        self._roles = set(sent.roles)
+        self._choices_with_role = set(sent.choices_with_role)
         self._partial = partial
         self._method = method
         self._stops = () if method is ResumeMethod.CONTINUE else tuple(stops)
@@ -165,9 +165,9 @@ class Splice:
         """Removes a repeated role, which clients would append to the first one."""
         delta, index = choice.get("delta"), choice.get("index", 0)
         if delta and "role" in delta:
-            if index in self._roles:
+            if index in self._choices_with_role:
                 del delta["role"]
-            self._roles.add(index)
+            self._choices_with_role.add(index)
 
     def _choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> list[Frame]:
         delta = choice.get("delta")
@@ -182,10 +182,10 @@ class Splice:
             self._is_ended = True
         if text or holder.get(name) is not None:
             holder[name] = text or ""
-        says = bool(text) or any(delta.get(reasoning) for reasoning in _REASONING if delta)
-        if not (says or finishes or chunk.get("usage") or (delta and "role" in delta)):
+        has_text = bool(text) or any(delta.get(reasoning) for reasoning in _REASONING if delta)
+        if not (has_text or finishes or chunk.get("usage") or (delta and "role" in delta)):
             return []
-        kind = DeltaKind.FINISH if finishes else DeltaKind.CONTENT if says else DeltaKind.OTHER
+        kind = DeltaKind.FINISH if finishes else DeltaKind.CONTENT if has_text else DeltaKind.OTHER
         return [Data(dumps(chunk), kind), *([Done()] if self._is_ended else [])]
 
     def _new_text(self, text: str, final: bool) -> str | None:

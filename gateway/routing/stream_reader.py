@@ -81,8 +81,8 @@ class StreamReader:
         """Chunks with content so far."""
         self._whole = whole
         self.is_replaceable: Callable[[bool], bool] | None = None
-        """Returns whether another attempt could resume the answer; with True, after the breaker of its service opened.
-        None before the commit, and for an answer that is not streamed."""
+        """Returns whether another attempt could resume the answer. Its argument: whether the breaker of its service has
+        just opened. None before the commit, and for an answer that is not streamed."""
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         """The task that waits for the provider now."""
@@ -227,7 +227,7 @@ class StreamReader:
             waiting = progress is not None and progress.stage in ("queued", "loading")
             if waiting != self._waiting:
                 self._waiting = waiting
-                self._rearm()
+                self._drop_timer()
             if progress is None:
                 self._note_idle()
             else:
@@ -239,7 +239,7 @@ class StreamReader:
             self._note_usage(frame)
             if not self.answered and frame.kind in ANSWERS:
                 self.answered = True
-                self._rearm()
+                self._drop_timer()
         else:
             self._note_idle()
 
@@ -249,7 +249,7 @@ class StreamReader:
         if self._idle_since is None:
             self._idle_since = self._last_activity
 
-    def _rearm(self) -> None:
+    def _drop_timer(self) -> None:
         """Drops the timer, because the next deadline may now be earlier."""
         if self._timer is not None:
             self._timer.cancel()

@@ -146,8 +146,8 @@ REQUEST = parse(Endpoint.CHAT, b'{"model":"a","messages":[{"role":"user","conten
 COMPLETION = parse(Endpoint.COMPLETIONS, b'{"model":"a","prompt":"x"}')
 
 
-def _none(*outcomes: CandidateOutcome, time_spent: str | None = None) -> GatewayError:
-    return no_answer(REQUEST, outcomes, time_spent)
+def _none(*outcomes: CandidateOutcome, passed_limit: str | None = None) -> GatewayError:
+    return no_answer(REQUEST, outcomes, passed_limit)
 
 
 def test_error_names_all_candidates_and_the_earliest_retry() -> None:
@@ -182,10 +182,10 @@ def test_error_with_only_permanent_reasons_is_not_retryable() -> None:
 
 
 def test_timeout_gets_status_504_unless_no_candidate_could_ever_answer() -> None:
-    error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
+    error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), passed_limit="the client's own timeout of 2 s")
     assert (error.status, error.code, error.retryable) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
-    never = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
+    never = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY), passed_limit="2 s")
     assert never.status == 503
 
 

@@ -219,7 +219,8 @@ def test_text_is_extracted_from_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
     )  # fmt: skip
-    assert (found.partial, found.has_begun, found.roles) == (PartialAnswer("one two", "hm", 3), True, frozenset({0}))
+    assert (found.partial, found.has_begun) == (PartialAnswer("one two", "hm", 3), True)
+    assert found.choices_with_role == {0}
     assert (found.head.id, found.head.created, found.is_finished) == ("a", 2, False)
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
@@ -249,10 +250,11 @@ def test_answer_begins_with_its_first_content() -> None:
     found = SentAnswer("shape", 2)
     role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
     found.note([Data(b"{oops", DeltaKind.OTHER), Data(orjson.dumps({"id": "a", "choices": [role]}), DeltaKind.OTHER)])
-    assert (found.has_begun, found.head.id, found.roles, found.partial.is_empty) == (False, "a", frozenset({1}), True)
+    assert (found.has_begun, found.head.id, found.partial.is_empty) == (False, "a", True)
+    assert found.choices_with_role == {1}
     found.note([chunk(tool_calls=[{"index": 0}])])
     assert (found.has_begun, found.head.id) == (True, "a")
-    assert not SentAnswer().head.id and not SentAnswer().roles
+    assert not SentAnswer().head.id and not SentAnswer().choices_with_role
 
 
 def test_finish_reasons_are_counted_without_kept_text() -> None:
