@@ -81,7 +81,7 @@ class BreakerFile(BreakerStore):
         self._note(provider, model)
 
     async def load(self, providers: Collection[str]) -> None:
-        """Open the breakers of `providers` in the file. Logs one line if the file cannot be used."""
+        """Open the breakers of `providers` that the file has. Logs one line if the file cannot be used."""
         stored = await asyncio.to_thread(
             load_state_file, self._path, _parse, "breakers start closed", max_bytes=MAX_BYTES
         )

@@ -14,7 +14,7 @@ CLAIM_TRIES = 3
 async def acquire_claimed(
     breakers: Breakers, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
 ) -> Lease | Refused:
-    """Like `Breakers.acquire`; a probe is also claimed among all gateways, with one round trip to their store a try."""
+    """Like `Breakers.acquire`; a probe is also claimed among all gateways, by one round trip to their store per try."""
     refused = ClaimRefused(provider, model, changed=True)
     for _ in range(CLAIM_TRIES):
         lease = breakers.acquire(provider, model, expires, forced, generation)

@@ -186,5 +186,5 @@ def _token_finding(error: UpstreamError) -> Finding:
 
 
 def is_down(error: UpstreamError) -> bool:
-    """Whether `error` shows that the service itself is down, on any path."""
+    """Whether `error`, of a request to any path, shows that the service itself is down."""
     return _ready_finding(error) is Finding.BAD and error.code is None

@@ -115,14 +115,14 @@ class Prober:
         """Make one probe, under a permit that excludes other probes, and record the finding."""
         breaker = self._breakers.breaker(self._provider, step.model)
         expires = self._clock() + TIMEOUT_SECONDS[step.kind] + GRACE_SECONDS
-        service = self._breakers.breaker(self._provider)
-        outer = service.acquire(expires) if step.model and service.state is not BreakerState.CLOSED else None
-        if isinstance(outer, Refused):
+        outer = self._breakers.breaker(self._provider)
+        first = outer.acquire(expires) if step.model and outer.state is not BreakerState.CLOSED else None
+        if isinstance(first, Refused):
             self._note(step, Finding.UNKNOWN)  # a request of a user is the probe of the service
             return
         permit = self._permit(breaker, step, expires)
         finding, detail = Finding.UNKNOWN, "the probe was not made"
-        probing = [held for held, mine in ((service, outer), (breaker, permit)) if mine is not None and mine.is_probe]
+        probing = [held for held, mine in ((outer, first), (breaker, permit)) if mine is not None and mine.is_probe]
         claim: Claim | ClaimRefused | None = None
         try:
             if self._breakers.claims is not None and probing:
@@ -132,8 +132,8 @@ class Prober:
             elif permit is not None:  # otherwise the state changed since the step was chosen
                 finding, detail = await self._make(step)
         finally:
-            if outer is not None:
-                service.release(outer)
+            if first is not None:
+                outer.release(first)
             if permit is not None:
                 self._note(step, finding)
                 self._settle(breaker, permit, step, finding, detail)
