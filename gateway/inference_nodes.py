@@ -67,11 +67,11 @@ class Prepared(NamedTuple):
 
 
 class InferenceNodes:
-    """The nodes of one gateway. Create it inside the event loop; `use` begins with the first settings.
+    """The nodes of one gateway: none before the first `use`, which needs the event loop.
 
-    `token` gives the secret of the gateway and the inference services, `headers` those of requests that change
-    something there. `on_change` is called when nodes were added or removed, and after each `use`, before added nodes
-    start.
+    `token` gives the secret of the gateway and the inference services, `headers` the headers of requests that change
+    something at a service. `on_change` is called when nodes were added or removed, and after each `use`, before added
+    nodes start.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class InferenceNodes:
         """The prefixes of prompts that the nodes have; None where there is only one service."""
         self.placement = ColdPlacement(leases, spawn)
         self._rebalancer = Rebalancer(leases, spawn, headers)
-        self._now = Prepared(settings, Membership(settings), read_tls(settings.tls))
+        self._current = Prepared(settings, Membership(settings), read_tls(settings.tls))
         self._complete: Membership | None = None
         """The last membership whose list was complete."""
         self._followed: Membership | None = None
@@ -111,8 +111,8 @@ class InferenceNodes:
     async def prepare(self, settings: NodeSettings) -> Prepared:
         """What `use` needs; raises HeadgateError."""
         tls = await asyncio.to_thread(read_tls, settings.tls)
-        membership = self._now.membership
-        if settings != self._now.settings:
+        membership = self._current.membership
+        if settings != self._current.settings:
             membership = Membership(settings, membership)
         if membership is not self._followed:
             await membership.first()
@@ -120,7 +120,7 @@ class InferenceNodes:
 
     def use(self, prepared: Prepared) -> None:
         """Uses the nodes of these settings. Requests that run keep those that they began with."""
-        self._now = prepared
+        self._current = prepared
         self._use_members()
         if prepared.membership is not self._followed:
             self._followed = prepared.membership
@@ -145,11 +145,11 @@ class InferenceNodes:
 
     def _use_members(self) -> None:
         """With the first complete list of a configuration, nodes of the earlier one leave at once."""
-        settings, membership, tls = self._now
+        settings, membership, tls = self._current
         is_final = membership.is_complete and membership is not self._complete
         self._complete = membership if membership.is_complete else self._complete
         token = self._token()
-        members = {name: Member(one.url, token, tls, one.server_name) for name, one in self._now.addresses.items()}
+        members = {name: Member(one.url, token, tls, one.server_name) for name, one in self._current.addresses.items()}
         if not settings.nodes:
             self.prefixes = None
         elif self.prefixes is None:
@@ -167,9 +167,9 @@ class InferenceNodes:
             node.start(self._spawn)
 
     async def _follow(self) -> None:
-        """Follows the sources of nodes, removes nodes that have left and are silent, and divides models among them."""
+        """Follows the sources of nodes, rebalances models, and removes nodes that have left and are silent."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._now.membership.run(self._use_members))
+            group.create_task(self._current.membership.run(self._use_members))
             group.create_task(self._rebalancer.run(self._nodes_to_rebalance))
             while True:
                 await asyncio.sleep(SWEEP_SECONDS)
@@ -180,7 +180,7 @@ class InferenceNodes:
         view = self.fleet.view
         if not isinstance(view, FleetView):
             return None
-        replicas = {view.aliases.get(name, name): count for name, count in self._now.settings.replicas.items()}
+        replicas = {view.aliases.get(name, name): count for name, count in self._current.settings.replicas.items()}
         return Nodes(self.fleet.nodes, view, replicas)
 
     # --- what happens at nodes (see `NodeObserver`) ------------------------------------------------------------------

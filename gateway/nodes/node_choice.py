@@ -195,7 +195,7 @@ def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 # --- score and pick ---------------------------------------------------------------------------------------------------
 def _scores(nodes: Sequence[NodeFacts], needs: NodeNeeds, *, trusts_rates: bool) -> list[float]:
-    """The predicted time to first token on each node, in seconds. Unless it reports one, a free slot means no queue."""
+    """Predicted seconds to the first token on each node. A free slot means no queue, unless the node reports one."""
     speeds = [node.speed for node in nodes]
     load = _median([speed.load_seconds for speed in speeds if speed.load_seconds], ASSUMED_LOAD_SECONDS)
     queue = _median([speed.queue_seconds for speed in speeds if speed.queue_seconds is not None], 0.0)

@@ -1,8 +1,8 @@
 """Hashes of the blocks of a prompt, each of which stands for the whole prompt up to the end of its block.
 
-Two prompts with the same hash begin alike up to there, so a node that has computed one has the KV cache of the
-beginning of the other. The hashes are keyed: without the secret a hash shows nothing about its prompt, and prompts of
-different tenants or models have different hashes.
+Two prompts with a common hash are alike up to the end of its block, so a node that has computed one has the KV cache
+of the beginning of the other. The hashes are keyed: without the secret a hash shows nothing about its prompt, and
+prompts of different tenants or models have different hashes.
 """
 
 from __future__ import annotations

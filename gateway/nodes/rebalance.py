@@ -1,9 +1,9 @@
 """Which models need another copy on another node, and where.
 
 A model gets a copy when it has fewer than its `replicas`, when most slots of its copies are in use, or when all of
-its copies are on busy nodes. Copies are only added: a node unloads an idle model by itself, except for those that are
-`kept`, which are used often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time (with
-many copies an eighth more), and a copy for load evicts nothing, so that copies do not displace each other.
+its copies are on busy nodes. Copies are only added: a node unloads an idle model by itself, and `kept` copies are used
+often enough to stay. A need has to last for HOLD_SECONDS, a model gets one copy at a time (with many copies an eighth
+more), and a copy for load evicts nothing, so that copies do not displace each other.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ def rebalance(
     copies: list[Copy] = []
     for model, usage in fleet.models():
         missing = fleet.missing(model, usage)
-        full = missing or usage.full
-        if (reason := full or fleet.busy(usage)) is None:
+        too_few = missing or usage.full
+        if (reason := too_few or fleet.busy(usage)) is None:
             continue
         since[model] = state.since.get(model, now)
-        sources = () if full else usage.nodes
-        if now - since[model] < HOLD_SECONDS or model in not_before or not relieved.keys().isdisjoint(sources):
+        busy_nodes = () if too_few else usage.nodes
+        if now - since[model] < HOLD_SECONDS or model in not_before or not relieved.keys().isdisjoint(busy_nodes):
             continue
         nodes = [node for node in fleet.targets(model, missing is not None) if (model, node) not in refused]
         if nodes:
             not_before[model] = now + REST_SECONDS
-            relieved |= dict.fromkeys(sources, now + REST_SECONDS)
+            relieved |= dict.fromkeys(busy_nodes, now + REST_SECONDS)
         for first in range(0, min(len(nodes), MAX_PLANS * (1 if missing else usage.more)), MAX_PLANS):
             fleet.coming[nodes[first]] += 1
             copies.append(Copy(model, reason, tuple(nodes[first : first + MAX_PLANS]), missing is not None))

@@ -1,6 +1,6 @@
 """Loads models on further nodes in the background, as `gateway.nodes.rebalance` decides.
 
-One gateway at a time does this, under a lease. Without the store of shared state, if one is configured, none does.
+One gateway at a time does this, under a lease. While a configured store of shared state is lost, no gateway does.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Rebalancer:
         if self._lease is None or not await leases.renew(self._lease, LEASE_SECONDS):
             lease = await leases.acquire("rebalance", LEASE_SECONDS)
             # a lease of this gateway only is not kept: it could be renewed after the store is back
-            self._lease = lease if lease is not None and lease.is_shared else None
+            self._lease = lease if lease is not None and lease.is_exclusive else None
         return self._lease
 
     async def _copy(self, copy: Copy, found: Nodes, lease: Lease) -> None:

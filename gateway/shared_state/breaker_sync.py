@@ -44,22 +44,22 @@ class BreakerSync:
     """The breakers of one gateway and their shared state. `is_configured`: whether this gateway has a provider."""
 
     def __init__(
-        self, state: SharedState, store: BreakerFile, breakers: Breakers, is_configured: Callable[[str], bool]
+        self, state: SharedState, file: BreakerFile, breakers: Breakers, is_configured: Callable[[str], bool]
     ) -> None:
         self._state = state
-        self._store = store
+        self._file = file
         self._breakers = breakers
         self._is_configured = is_configured
         self._known: dict[Key, _Entry] = {}
         self._version = ""
         self._changed: dict[Key, float] = {}
-        """The breakers whose change was not sent yet, and when it was, by this process's clock."""
+        """The time of each unsent change by breaker, on this process's clock."""
         self._held: dict[str, str] = {}
         """Token by breaker field, of claims that are renewed."""
         self._released: list[tuple[str, str]] = []
         self._is_following = False
         self._flush_is_due = False
-        store.on_change = self._note
+        file.on_change = self._note
         breakers.claims = self
         state.on_up.append(self._came_up)
         state.on_tick.append(self._tick)
@@ -84,7 +84,7 @@ class BreakerSync:
             self._released.clear()  # they expire
             return
         changed, self._changed = self._changed, {}
-        stored = set(self._store.stored())
+        stored = set(self._file.stored())
         for key, changed_at in changed.items():
             self._send(key, changed_at, is_stored=key in stored)
         released, self._released = self._released, []
@@ -93,7 +93,7 @@ class BreakerSync:
             self._state.post("release_probe", "release", keys, tokens)
 
     def _send(self, key: Key, changed_at: float, *, is_stored: bool) -> None:
-        storage = self._store.storage(*key) if is_stored else None
+        storage = self._file.storage(*key) if is_stored else None
         known, open_until = self._known.get(key), None
         if storage is not None and storage.state == pybreaker.STATE_HALF_OPEN:
             return  # for the others it is open, and its period is over
@@ -188,8 +188,8 @@ class BreakerSync:
         """Both sides may have changed: the newest change of each breaker counts, here and in the store."""
         self._version = ""
         found, now = await self._read(), self._state.clock()
-        for key in self._store.stored():
-            storage = self._store.storage(*key)
+        for key in self._file.stored():
+            storage = self._file.storage(*key)
             is_open = storage.state == pybreaker.STATE_OPEN and storage.open_until > now
             if is_open and key not in found and key not in self._changed:
                 # the store lost its data, or this gateway has the open period from its file

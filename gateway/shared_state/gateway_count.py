@@ -38,8 +38,8 @@ class GatewayCountFile:
         return self._stored or 1
 
     def note(self, count: int) -> None:
-        """Stores a new number in the background, a smaller one after HOLD_SECONDS. Call it again and again: while a
-        write runs nothing happens.
+        """Stores a new number in the background, a smaller one after HOLD_SECONDS. Call it regularly: it does nothing
+        while a write runs.
         """
         if self._stored is None or count >= self._stored:
             self._fewer_since = None

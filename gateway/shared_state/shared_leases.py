@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class Lease(NamedTuple):
     """The right to a piece of work until it expires.
 
-    `is_shared`: no other gateway holds it. A lease that was acquired while the store was lost is of this gateway only.
+    `is_exclusive`: no other gateway holds it. One that was acquired while the store was lost is of this gateway only.
     `fence`: a later holder of a lease of all gateways has a larger one; None for a lease of this gateway only.
     """
 
     name: str
     token: str
     fence: int | None
-    is_shared: bool
+    is_exclusive: bool
 
 
 class Leases(Protocol):
@@ -49,10 +49,10 @@ class Leases(Protocol):
 class LocalLeases:
     """Leases of one gateway without shared state."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_shared: bool = True) -> None:
-        """`is_shared`: this gateway is the only one."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_exclusive: bool = True) -> None:
+        """`is_exclusive`: this gateway is the only one."""
         self._clock = clock
-        self._is_shared = is_shared
+        self._is_exclusive = is_exclusive
         self._held: dict[str, tuple[str, float]] = {}
         """Token and end by name."""
 
@@ -62,7 +62,7 @@ class LocalLeases:
         if name in self._held and self._held[name][1] > now:
             return None
         self._held = {other: held for other, held in self._held.items() if held[1] > now}
-        lease = Lease(name, secrets.token_hex(8), None, self._is_shared)
+        lease = Lease(name, secrets.token_hex(8), None, self._is_exclusive)
         self._held[name] = (lease.token, now + seconds)
         return lease
 
@@ -86,7 +86,7 @@ class SharedLeases:
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
-        self._local = LocalLeases(state.clock, is_shared=False)
+        self._local = LocalLeases(state.clock, is_exclusive=False)
 
     async def acquire(self, name: str, seconds: float) -> Lease | None:
         """See `Leases`."""
@@ -104,7 +104,7 @@ class SharedLeases:
 
     async def renew(self, lease: Lease, seconds: float) -> bool:
         """See `Leases`. A shared lease cannot be renewed while the store is lost."""
-        if not lease.is_shared:
+        if not lease.is_exclusive:
             return await self._local.renew(lease, seconds)
         try:
             reply = await self._state.call(
@@ -116,7 +116,7 @@ class SharedLeases:
 
     async def release(self, lease: Lease) -> None:
         """See `Leases`. Without the store it expires."""
-        if not lease.is_shared:
+        if not lease.is_exclusive:
             await self._local.release(lease)
             return
         self._state.post("release_lease", "release", [lease_key(lease.name)], [lease.token])

@@ -28,7 +28,7 @@ GRACE_SECONDS = 0.05
 """Time after the deadline to read a reply that arrived while this process was busy."""
 CONNECT_SECONDS = 1.0
 LISTEN_SECONDS = 60.0
-"""Published messages are received on a new connection after this time without one: the old one may be dead."""
+"""After this time without a published message a new connection receives them: the old one may be dead."""
 MAX_WAITING = 10_000
 """Commands that wait to be sent."""
 MAX_TOGETHER = 256
@@ -59,7 +59,8 @@ def shown(url: str) -> str:
 class Store:
     """The connection. `on_lost` is called once with the reason when it breaks; then `open` makes a new one.
 
-    `on_error` is called with the operation of a command that failed, once for all commands of it that a break fails.
+    `on_error` is called with the operation of each failed command; when the connection breaks, once for each operation
+    of the failed commands.
     """
 
     def __init__(self, url: str, on_lost: Callable[[str], None], on_error: Callable[[str], None]) -> None:

@@ -34,7 +34,7 @@ async def test_lease_has_one_holder_at_a_time(two: tuple[Leases, Leases]) -> Non
     one, other = two
     lease = await one.acquire("placement:demo", 5.0)
     assert lease is not None
-    assert lease.is_shared
+    assert lease.is_exclusive
     assert await other.acquire("placement:demo", 5.0) is None
     assert await other.acquire("placement:mini", 5.0) is not None
     await one.release(lease)
@@ -83,7 +83,7 @@ async def test_lease_without_the_store_holds_in_one_gateway_only(server: RedisSe
         assert not await leases.renew(shared, 30.0)
         local = await leases.acquire("placement:demo", 30.0)
         assert local is not None
-        assert not local.is_shared
+        assert not local.is_exclusive
         assert await leases.acquire("placement:demo", 30.0) is None
         assert await leases.renew(local, 30.0)
         await leases.release(local)

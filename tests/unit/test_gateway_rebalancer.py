@@ -61,10 +61,10 @@ class _Leases(LocalLeases):
     """
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool) -> None:
-        super().__init__(clock, is_shared=True)
+        super().__init__(clock, is_exclusive=True)
         self.is_shared = is_shared
         self.fence: int | None = None
-        self._alone = LocalLeases(clock, is_shared=False)
+        self._alone = LocalLeases(clock, is_exclusive=False)
 
     async def acquire(self, name: str, seconds: float) -> Lease | None:
         if not self.is_shared:
@@ -73,7 +73,7 @@ class _Leases(LocalLeases):
         return None if lease is None else lease._replace(fence=self.fence)
 
     async def renew(self, lease: Lease, seconds: float) -> bool:
-        if not lease.is_shared:
+        if not lease.is_exclusive:
             return await self._alone.renew(lease, seconds)
         return self.is_shared and await super().renew(lease, seconds)
 
