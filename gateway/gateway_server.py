@@ -52,8 +52,8 @@ def _freeze_objects() -> None:
     """Excludes the objects of the start-up from garbage collection.
 
     Reference counting frees the objects of a request. A full collection visits all objects, and the start-up creates a
-    hundred times as many as the requests: a collection takes a tenth of the CPU at full load and stops every stream for
-    tens of milliseconds.
+    hundred times as many as the requests: collections take a tenth of the CPU at full load, and each stops every stream
+    for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()

@@ -192,7 +192,7 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
         yield ("inference", "tls"), "`certificate` and `key` belong together; set both or none"
     deadlines = config.deadlines
     if deadlines.connect > deadlines.total:
-        yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"
+        yield ("deadlines", "connect"), "longer than deadlines.total, so it has no effect"
     if config.max_body < 1024:
         yield ("max_body",), "too small for any request; an example is 32MB"
 

@@ -1,1 +1,1 @@
-"""Access to the gateway: keys, rate limits, admission, memory for bodies."""
+"""Access to the gateway: keys, rate limits, budgets, admission."""

@@ -103,7 +103,7 @@ class Limiter:
 
     async def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
         """Reserves `tokens` for a request that entered; raises RefusedError (429)."""
-        limits = self._now(key)
+        limits = self._current_limits(key)
         shared = None if self._shared is None else await self._shared.reserve(key.name, limits, tokens)
         if shared is None:
             limits = self._own(limits)
@@ -122,18 +122,18 @@ class Limiter:
 
     def counts_tokens(self, key: Key) -> bool:
         """Whether tokens of `key` are limited."""
-        return self._now(key).tokens_per_minute is not None
+        return self._current_limits(key).tokens_per_minute is not None
 
     def leave(self, key: Key, number: int, tokens: int) -> None:
         """Ends a request that took `tokens`."""
-        account, limits = self._account(key), self._now(key)
+        account, limits = self._account(key), self._current_limits(key)
         if self._shared is not None:
             reserved = next((one.reserved for one in account.running if one.number == number), 0)
             self._shared.leave(key.name, limits, number, tokens, reserved)
             limits = self._own(limits)
         self._accounts[key.name] = core.leave(account, limits, number, tokens, self._clock())
 
-    def _now(self, key: Key) -> core.Limits:
+    def _current_limits(self, key: Key) -> core.Limits:
         """The current limits of the key; a running request may have begun with others."""
         return self._limits.get(key.name, key.limits)
 
@@ -143,6 +143,7 @@ class Limiter:
     def _note(
         self, exchange: Exchange, account: core.Account, limits: core.Limits, refusal: core.Refusal | None
     ) -> None:
+        """Sets the headers of `exchange`; raises RefusedError for a refusal."""
         exchange.limits = _headers(core.limit_statuses(account, limits, account.at))
         if refusal is None:
             return
@@ -168,7 +169,7 @@ class Limiter:
         return own
 
     def _on_down(self) -> None:
-        """Keeps what was there, unless an earlier loss is not merged yet."""
+        """Keeps the accounts as they are now, unless an earlier loss is not merged yet."""
         assert self._shared is not None
         for name, account in self._accounts.items():
             self._losses.setdefault(name, _Loss(account, self._clock(), self._shared.state.gateways))

@@ -1,1 +1,1 @@
-"""HTTP: one exchange, connection limits, client disconnects, image downloads."""
+"""HTTP: one exchange, connection limits, client disconnects, memory for bodies, image downloads."""

@@ -122,7 +122,7 @@ class BoundedHttp(WiredHttp):
             self._watch_reader()
 
     def _note_paused(self) -> None:
-        """Starts the delay of an answer that begins while earlier bytes are unread."""
+        """Counts the delay of an answer from its beginning, if earlier bytes are unread then."""
         if self.flow.write_paused and self._held_up_since is None and self.is_serving:
             self._held_up_since = self.loop.time()
             self._watch_reader()

@@ -10,7 +10,7 @@ from gateway.breaker.outcome import LOCAL
 
 
 class Price(NamedTuple):
-    """US dollars per million tokens. `cached_input`: for prompt tokens that the provider had cached, None: same."""
+    """US dollars per million tokens. `cached_input`: for prompt tokens that the provider had cached; None: `input`."""
 
     input: float
     output: float

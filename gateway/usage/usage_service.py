@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class UsageService:
-    """What is stored, and what decides about requests from it.
+    """The stored usage, and the budgets and keys that are read from it.
 
     `on_keys` gets the accepted keys of the file at the start and after each change, on the event loop.
     """
@@ -143,7 +143,7 @@ class UsageService:
                 return await asyncio.to_thread(run)
         except TimeoutError:
             raise RequestError(
-                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose a shorter time"
+                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose a shorter period"
             ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
             raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error
