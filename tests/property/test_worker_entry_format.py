@@ -23,7 +23,7 @@ from inference.worker.kv.entry_format import (
     Progress,
     blank_header,
     decode_head,
-    decode_prefix,
+    decode_header,
     encode_head,
     max_head_bytes,
     set_progress,
@@ -170,8 +170,8 @@ def test_an_entry_that_is_not_complete_is_invalid(progress: Progress) -> None:
     set_progress(entry, progress)
     with pytest.raises(InvalidEntryError, match="not complete"):
         decode_head(entry)
-    assert decode_prefix(entry).all_bytes == len(entry)
-    blank = decode_prefix(blank_header(12345))
+    assert decode_header(entry).all_bytes == len(entry)
+    blank = decode_header(blank_header(12345))
     assert (blank.progress, blank.all_bytes) == (Progress.WRITING, 12345)
 
 

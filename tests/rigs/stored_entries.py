@@ -15,7 +15,7 @@ from typing import Any
 
 from inference.worker.kv.arena import Arena, Region
 from inference.worker.kv.disk_tier import DiskTier
-from inference.worker.kv.entry_format import Head, decode_head, decode_prefix, encode_head
+from inference.worker.kv.entry_format import Head, decode_head, decode_header, encode_head
 from inference.worker.steps import StoredSequence
 
 KEY: Mapping[str, Any] = {"files": [["tiny.gguf", 1, 2]], "kv_type": "f16"}
@@ -48,7 +48,7 @@ def put(arena: Arena, number: int, max_bytes: int = PLENTY) -> Region:
 
 def number_in(region: Region) -> int:
     """The number of a complete entry in a region; its content must be right."""
-    head = decode_head(region.view[: decode_prefix(region.view).state_at])
+    head = decode_head(region.view[: decode_header(region.view).state_at])
     return _checked(head, region)
 
 

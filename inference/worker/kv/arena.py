@@ -28,7 +28,7 @@ from inference.worker.kv.entry_format import (
     InvalidEntryError,
     Progress,
     blank_header,
-    decode_prefix,
+    decode_header,
     set_progress,
     set_times,
 )
@@ -121,7 +121,7 @@ class Arena:
         at, alive = 0, 0
         while self._handle >= 0 and (at := self._data_from(at)) < self._end:
             try:
-                found = decode_prefix(os.pread(self._handle, HEADER_BYTES, at))
+                found = decode_header(os.pread(self._handle, HEADER_BYTES, at))
             except InvalidEntryError:
                 self._punch(at, PAGE)
                 at += PAGE
@@ -156,9 +156,9 @@ class Arena:
         return self._new(size, maps=maps)
 
     def fill(self, region: Region, at: int, handle: int, count: int) -> None:
-        """Copies `count` bytes from the open file `handle` to the same place `at` in a region, as far as it goes.
+        """Copies `count` bytes, or up to the end of the open file `handle`, to the same place `at` in a region.
 
-        In a region that is not mapped, the kernel copies from its cache into new pages, which it need not clear. One
+        If its pages are not mapped yet, the kernel copies from its cache into new pages, which it need not clear. One
         thread at a time. Raises OSError.
         """
         done = 0

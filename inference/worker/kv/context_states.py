@@ -25,7 +25,7 @@ class ContextStates:
         self.can_trim = context.can_trim and not context.window
         """Whether a longer sequence can always be used in place of its beginning."""
 
-    def holds_only(self, slot: int, count: int) -> bool:
+    def trim(self, slot: int, count: int) -> bool:
         """Removes surplus cells of a slot; returns whether it then holds exactly `count` tokens."""
         if self._last(slot) >= count:
             self._context.remove(slot, count)

@@ -35,7 +35,7 @@ from inference.worker.kv.entry_format import (
     Progress,
     StatesSum,
     decode_head,
-    decode_prefix,
+    decode_header,
     max_head_bytes,
     set_progress,
     set_states_sum,
@@ -107,7 +107,7 @@ class DiskTier:
         self._clock = clock
         self._ticks = ticks
         self._paused_until = -1.0
-        self._freed = 0
+        self._removals = 0
         self._logs_full_at = 0.0
 
     def fits(self, count_bytes: int) -> bool:
@@ -147,10 +147,10 @@ class DiskTier:
                     continue
                 self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
                 raise
-        if self._freed and self._ticks() >= self._logs_full_at:
+        if self._removals and self._ticks() >= self._logs_full_at:
             log.warning("the disk is full: removing the oldest stored sequences in %s for new ones", self._root)
             self._logs_full_at = self._ticks() + PAUSE_SECONDS
-        self._freed = 0
+        self._removals = 0
         if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):
             self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
 
@@ -233,15 +233,15 @@ class DiskTier:
             raise InvalidEntryError("is not a regular file")
         encoded = bytearray(HEAD_BYTES)
         count = os.preadv(handle, [encoded], 0)
-        prefix = decode_prefix(encoded[: min(count, HEADER_BYTES)])
-        if prefix.all_bytes != status.st_size:
+        header = decode_header(encoded[: min(count, HEADER_BYTES)])
+        if header.all_bytes != status.st_size:
             raise InvalidEntryError("is not as long as its header says")
-        if prefix.state_at > self._max_head_bytes:
+        if header.state_at > self._max_head_bytes:
             raise InvalidEntryError("is longer than the context of the model")
-        if prefix.state_at > count:
-            encoded = bytearray(prefix.state_at)
+        if header.state_at > count:
+            encoded = bytearray(header.state_at)
             _read_exactly(handle, memoryview(encoded), 0)
-        del encoded[prefix.state_at :]
+        del encoded[header.state_at :]
         head = decode_head(encoded)
         if head.key != self._key:
             raise InvalidEntryError("was made with another file or other settings of the model")
@@ -358,9 +358,9 @@ class DiskTier:
         Other programs may use the space that becomes free, so files are removed at most MAX_REMOVALS times for one
         write.
         """
-        if self._freed == MAX_REMOVALS:
+        if self._removals == MAX_REMOVALS:
             return False
-        self._freed += 1
+        self._removals += 1
         before = len(removed)
         try:
             with self._locked():
@@ -372,7 +372,7 @@ class DiskTier:
         return freed > 0
 
     def _remove_oldest(self, files: Sequence[_File], count_bytes: int, removed: list[str]) -> int:
-        """Removes the oldest entries until they had `count_bytes`. Returns the bytes of the removed entries."""
+        """Removes the oldest entries, at least `count_bytes` of them if possible. Returns the bytes removed."""
         freed = 0
         for file in sorted(files, key=lambda item: self._plausible(item.modified_at)):
             if freed >= count_bytes:
@@ -394,7 +394,7 @@ class DiskTier:
         files = []
         for directory in [entry.path for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
             for file in self._files(directory):
-                if file.path.endswith(TEMPORARY) and _is_abandoned(file.path):
+                if file.path.endswith(TEMPORARY) and _writer_has_ended(file.path):
                     Path(file.path).unlink(missing_ok=True)
                 else:
                     files.append(file)
@@ -447,7 +447,7 @@ def _write_exactly(handle: int, source: memoryview, offset: int) -> None:
         done += os.pwrite(handle, source[done:], offset + done)
 
 
-def _is_abandoned(path: str) -> bool:
+def _writer_has_ended(path: str) -> bool:
     """Whether the writer of a temporary file has ended."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

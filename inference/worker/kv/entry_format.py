@@ -8,7 +8,7 @@
 
 Each part begins at a multiple of ALIGNED bytes. Integers are little-endian, as are tokens on all supported systems. Two
 checksums (XXH3, 64 bits) cover everything except the fields that change: one from the header to the tokens, so that
-lists of entries can be read alone, and one for the states.
+this part can be verified alone, and one for the states.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InvalidEntryError(ValueError):
 
 class _Metadata(msgspec.Struct):
     """`checkpoints`: position, first position of the windows, bytes. `partial_at`: see `Head`. `keeps`: the request had
-    the hint `keep`. Other versions may not write `keeps` and `labels`.
+    the hint `keep`. Entries of other versions may lack `keeps` and `labels`.
     """
 
     key: dict[str, Any]
@@ -108,7 +108,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """All of an entry except its states. Its places (`in_ram`, `on_disk`) are not set in `sequence`.
+    """All of an entry except its states. `in_ram` and `on_disk` of `sequence` are not set.
 
     `partial_at`: where the part of the state begins that a checkpoint has; 0 if there is none.
     """
@@ -121,7 +121,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class Header:
     """The fields of a header that are needed to find the other parts."""
 
     progress: int
@@ -191,7 +191,7 @@ def set_times(header: Buffer, used_at: float, pinned_until: float) -> None:
     _TIMES.pack_into(header, _TIMES_AT, used_at, pinned_until)
 
 
-def decode_prefix(header: Buffer) -> Prefix:
+def decode_header(header: Buffer) -> Header:
     """The fields of a header that are needed to read the head. Raises InvalidEntryError."""
     if len(header) < HEADER_BYTES:
         raise InvalidEntryError("is shorter than its header")
@@ -201,20 +201,20 @@ def decode_prefix(header: Buffer) -> Prefix:
     sizes = Sizes(metadata_bytes, tokens, state_bytes)
     if metadata_bytes > MAX_METADATA_BYTES or tokens > MAX_TOKENS or sizes.all_bytes > all_bytes:
         raise InvalidEntryError("is damaged: its sizes do not fit together")
-    return Prefix(progress, sizes.state_at, all_bytes)
+    return Header(progress, sizes.state_at, all_bytes)
 
 
 def decode_head(head: Buffer) -> Head:
     """Reads and verifies everything before the states. Raises InvalidEntryError."""
-    prefix = decode_prefix(head)
-    if prefix.progress != Progress.COMPLETE:
+    header = decode_header(head)
+    if header.progress != Progress.COMPLETE:
         raise InvalidEntryError("is not complete")
-    if len(head) < prefix.state_at:
+    if len(head) < header.state_at:
         raise InvalidEntryError("is shorter than its head")
     _, _, metadata_bytes, tokens, state_bytes, all_bytes, head_sum, states_sum, used_at, pinned_until = (
         _HEADER.unpack_from(head)
     )
-    if head_sum != _head_sum(head[: prefix.state_at]):
+    if head_sum != _head_sum(head[: header.state_at]):
         raise InvalidEntryError("is damaged: the checksum of its head is wrong")
     try:
         found = msgspec.json.decode(head[HEADER_BYTES : HEADER_BYTES + metadata_bytes], type=_Metadata)

@@ -66,7 +66,7 @@ class MemoryTier:
         self.arena = arena
         self.limit_bytes = limit_bytes
         self.is_closing = False
-        """Memory is freed on the calling thread from now on."""
+        """Set when the store closes: memory is then freed on the calling thread."""
         self._policy = policy
         self._clock = clock
         self._counts = counts

@@ -14,7 +14,7 @@ from inference.worker.llama.binding import lib
 from inference.worker_link import Grant
 
 WHOLE_BYTES = 2**26
-"""Files up to this size are read whole. Adapters are, for example: those of one rank have the same size."""
+"""Files up to this size are read whole, such as adapters: those of one rank have the same size."""
 PIECE_BYTES, PIECES = 2**16, 16
 
 FileKeys = list[list[Any]]

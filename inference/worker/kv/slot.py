@@ -42,7 +42,7 @@ class Slot:
 
     `checkpoints` are in the order of their positions. `oldest` and `freed` bound which tokens the window layers have:
     the position from which on they were complete when the slot was filled, and the cells that were freed since.
-    `stored`: a copy outside the context of its first tokens, as many as the copy has. `tried`: when storing it
+    `stored`: the stored sequence that holds its first tokens, or None. `tried`: when storing the slot
     was last tried; `used_at` and `tried` count uses of slots. `released_at`: the caller's time at the end of the last
     job. `restored`: where the tokens were that its present job did not compute. `labels`: as of a stored sequence.
     """

@@ -32,11 +32,11 @@ from inference.worker.steps import (
     StoredSequence,
 )
 
-MAX_MOVED = 64
-"""Sequences are moved to neighboring slots only if a copy costs at most this many computed tokens. A gap between
+MAX_COPY_COST_TOKENS = 64
+"""Sequences are moved to neighboring slots only if a copy costs no more than computing this many tokens. A gap between
 sequences costs a step about as much as one or two tokens, and few answers have enough steps to repay more."""
 
-LOADED = "loaded"
+NOT_LOADED = "not loaded"
 """Stands for the state of a checkpoint until its sequence is loaded."""
 
 
@@ -116,7 +116,7 @@ class Slots:
             choice.stored.wanted = True  # until it is loaded, so that storing another sequence does not remove it
             self._wanted.append(choice.stored)
         for slot, kept in self._displaced(choice):
-            if self._arrives_soon(slot, kept) or not self._store_lost_tokens(slot, kept):
+            if self._can_store_later(slot, kept) or not self._store_lost_tokens(slot, kept):
                 return None
         target, (best, shared, checkpoint) = choice.target, choice.reuse
         if choice.stored is not None:
@@ -171,7 +171,7 @@ class Slots:
         if self._transfers < 1:
             return False
         self._transfers -= 1
-        self._operations.append(self._stored(slot))
+        self._operations.append(self._store_operation(slot))
         return True
 
     def _clear_cells(self, target: Slot, count: int) -> bool:
@@ -211,11 +211,11 @@ class Slots:
             if not slot.taken and slot.tried < slot.used_at and slot.unstored >= self._limits.min_copied
         ]
         slot = min(filter(self._can_store, slots), key=lambda slot: slot.used_at, default=None)
-        return None if slot is None else self._stored(slot)
+        return None if slot is None else self._store_operation(slot)
 
     def store(self, slot: Slot) -> Store | None:
         """The operation that stores a free `slot`, None if that is impossible."""
-        return self._stored(slot) if self._can_store(slot) else None
+        return self._store_operation(slot) if self._can_store(slot) else None
 
     def computed(self, number: int) -> int:
         """The number of tokens in a slot."""
@@ -231,7 +231,7 @@ class Slots:
         return sum(slot.computed > 0 for slot in self._slots) / len(self._slots)
 
     def arrived(self) -> None:
-        """Records that a batch was computed, so that llama.cpp has copied what was to be copied."""
+        """Records that llama.cpp has made all copies, as it does at the beginning of each batch."""
         self._arriving.clear()
         self._departing.clear()
 
@@ -299,7 +299,7 @@ class Slots:
 
         None if there is none, if a move costs too much, or if the slots share their cells.
         """
-        if not self._limits.can_trim or self._limits.min_copied > MAX_MOVED or self._limits.cells:
+        if not self._limits.can_trim or self._limits.min_copied > MAX_COPY_COST_TOKENS or self._limits.cells:
             return None
         near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
         return near if self._neighbors(near) > self._neighbors(target) else None
@@ -309,11 +309,11 @@ class Slots:
         reuse = best, shared, checkpoint = self._longest_prefix(tokens, tenant, reusable)
         free = [slot for slot in self._slots if not slot.taken]
         target = min(free, key=self._dispensable)
-        stored, more = self._best_stored(tokens, tenant, reusable)
-        if stored is not None and more >= shared + self._limits.min_copied:
-            still = [slot for slot in free if not self._is_moving(slot)]
-            if still:
-                return _Choice(min(still, key=self._dispensable), Reuse(None, more), stored)
+        stored, usable = self._best_stored(tokens, tenant, reusable)
+        if stored is not None and usable >= shared + self._limits.min_copied:
+            unmoved = [slot for slot in free if not self._is_moving(slot)]
+            if unmoved:
+                return _Choice(min(unmoved, key=self._dispensable), Reuse(None, usable), stored)
         pays = shared >= self._limits.min_copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.min_copied
@@ -348,7 +348,7 @@ class Slots:
     def _best_stored(
         self, tokens: array[int], tenant: str, reusable: int, *, in_ram: bool = True
     ) -> tuple[StoredSequence | None, int]:
-        """The stored sequence of which most tokens can be reused, with their number. `in_ram`: only in host memory."""
+        """The stored sequence with the most reusable tokens, and their number. `in_ram`: only in host memory."""
         best, most = None, 0
         if self._catalog is None:
             return best, most
@@ -367,7 +367,7 @@ class Slots:
     def _as_slot(self, sequence: StoredSequence) -> Slot:
         """A slot as it is after `sequence` was loaded."""
         slot = Slot(-1, sequence.tokens, len(sequence.tokens), sequence.tenant)
-        slot.checkpoints = [Checkpoint(position, oldest, LOADED) for position, oldest in sequence.checkpoints]
+        slot.checkpoints = [Checkpoint(position, oldest, NOT_LOADED) for position, oldest in sequence.checkpoints]
         self._holds_only(slot, max(0, slot.computed - self._limits.window))
         return slot
 
@@ -378,8 +378,8 @@ class Slots:
         """Whether llama.cpp will copy to or from `slot` with the next batch."""
         return slot.number in self._arriving or slot.number in self._departing
 
-    def _arrives_soon(self, slot: Slot, kept: int) -> bool:
-        """Whether `slot` would lose tokens behind the first `kept` that can be stored after the next batch only."""
+    def _can_store_later(self, slot: Slot, kept: int) -> bool:
+        """Whether the tokens behind the first `kept` are worth storing, and can be stored only after the next batch."""
         is_arriving = self._catalog is not None and slot.number in self._arriving
         return is_arriving and self._is_worth_storing(slot, kept) and any(other.taken for other in self._slots)
 
@@ -463,7 +463,7 @@ class Slots:
         target.tokens, target.tenant, target.used_at = source.tokens, source.tenant, source.used_at
         target.priority, target.hint, target.released_at = source.priority, source.hint, source.released_at
 
-    def _stored(self, slot: Slot) -> Store:
+    def _store_operation(self, slot: Slot) -> Store:
         slot.tried = self._clock
         kept = list(slot.checkpoints)
         slot.stored = StoredSequence(

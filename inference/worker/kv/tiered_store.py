@@ -25,7 +25,7 @@ from inference.worker.kv.entry_format import (
     Head,
     InvalidEntryError,
     decode_head,
-    decode_prefix,
+    decode_header,
     encode_head,
 )
 from inference.worker.kv.memory_tier import MemoryTier, Stored
@@ -119,7 +119,7 @@ class TieredStore:
         began = time.perf_counter()
         self.run()
         tokens = sequence.tokens
-        if not self.enabled or not _is_text(tokens) or not self._states.holds_only(slot, len(tokens)):
+        if not self.enabled or not _is_text(tokens) or not self._states.trim(slot, len(tokens)):
             return False
         kept = [item for item in checkpoints if item.state is not None]
         sequence.checkpoints = tuple((item.position, item.oldest) for item in kept)
@@ -297,7 +297,7 @@ class TieredStore:
         unusable = 0
         for region in self._memory.arena.scan():
             try:
-                head = decode_head(region.view[: decode_prefix(region.view[:HEADER_BYTES]).state_at])
+                head = decode_head(region.view[: decode_header(region.view[:HEADER_BYTES]).state_at])
             except InvalidEntryError as error:
                 log.warning("stored sequence removed from host memory: it %s", error)
                 self._counts.invalid += 1
