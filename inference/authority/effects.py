@@ -267,7 +267,7 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class LearnShortage:
-    """Learn that memory ran out (`ShortageLearned`)."""
+    """Learn that memory ran out (`ShortageLearned`). `computing`: after the load, while the worker computed."""
 
     worker: str
     spec: ModelSpec

@@ -44,8 +44,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The newest readings of the probes, and the current stamps of models' files: the result of `Observe`. Before
-    figures are shown it comes without stamps.
+    """The newest readings of the probes, and the current stamps of models' files: the result of `Observe`.
+
+    The service also sends this event, without stamps, before it shows figures.
     """
 
     readings: tuple[Reading, ...]
@@ -203,7 +204,7 @@ class FileHeld:
 
 @dataclass(frozen=True, slots=True)
 class ContextFreed:
-    """A worker has saved its sequences and freed its context."""
+    """A worker has stored its sequences and freed its context."""
 
     worker: str
     saved: Offloaded
@@ -239,7 +240,7 @@ class BuildChecked:
     """Whether llama.cpp computes, after a worker crashed at its first step; `error` is the error of the load."""
 
     model: str
-    holds: bool
+    computes: bool
     error: InferenceError | None
 
 

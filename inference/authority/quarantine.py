@@ -62,8 +62,8 @@ TABLE: Mapping[tuple[Suspicion, CrashKind], Suspicion] = {
     (_S.CONFIRMED, _E.CRASHED_ALONE): _S.CONFIRMED,
     (_S.CONFIRMED, _E.CRASHED_UNEXPLAINED): _S.CONFIRMED,
 }
-"""An answer, the expiry of a case or an operator clears a request. A request without a case that crashes alone first
-becomes a suspect."""
+"""An answer, the expiry of a case or an operator clears a request. A request without a case becomes only a suspect,
+even if it ran alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ HOST = "cpu"
 """The account of warm models."""
 SLOWEST_COPY_BYTES_PER_SECOND = 20e6
 """The slowest disk that is worth waiting for, in bytes per second."""
-MIN_SECONDS = 15.0
+MIN_STORE_SECONDS = 15.0
+"""The time that storing sequences, or taking a file into memory, may take in any case."""
 
 
 class Mechanism(StrEnum):

@@ -166,23 +166,23 @@ class Authority:
             if work is not None:
                 self._tasks.start(work)
 
-    async def reached(self, probe: Callable[[State], bool]) -> None:
-        """Returns once `probe` is true of the state, now or after an event. Raises the errors of the probe."""
-        if not probe(self._state):
+    async def reached(self, condition: Callable[[State], bool]) -> None:
+        """Returns once `condition` is true of the state, now or after an event. Raises the errors of `condition`."""
+        if not condition(self._state):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append((probe, future))
+            self._watchers.append((condition, future))
             await future
 
     def _notify_watchers(self) -> None:
         watchers, self._watchers = self._watchers, []
-        for probe, future in watchers:
+        for condition, future in watchers:
             try:
-                if not future.done() and probe(self._state):
+                if not future.done() and condition(self._state):
                     future.set_result(None)
             except Exception as error:  # noqa: BLE001, RUF100 - it belongs to the code that waits
                 future.set_exception(error)
             if not future.done():
-                self._watchers.append((probe, future))
+                self._watchers.append((condition, future))
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, for listeners that begin or fell behind."""

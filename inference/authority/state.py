@@ -27,8 +27,7 @@ from inference.authority.placement.turns import Claim
 from inference.authority.pressure.advice import Alert
 from inference.authority.pressure.relief import DevicePressure
 from inference.authority.quarantine import Quarantine
-from inference.authority.retention import MIN_SECONDS as MIN_SAVE_SECONDS
-from inference.authority.retention import SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
+from inference.authority.retention import MIN_STORE_SECONDS, SLOWEST_COPY_BYTES_PER_SECOND, Mechanism
 from inference.authority.wait_queue import Pace, Waiter, WaitQueue
 from inference.devices.device import Reading
 from inference.devices.signs import Sign
@@ -57,7 +56,7 @@ class DeviceSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One check. `timestamp` is Unix seconds.
+    """The figures of one pressure check. `timestamp` is Unix seconds.
 
     `pool_utilization`: of the sequences that all loaded models can compute at once, the share that is in use.
     """
@@ -77,12 +76,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Bounds of single steps, in seconds. Saving and copying get more in proportion to their bytes."""
+    """Bounds of single steps, in seconds. Storing and copying get more in proportion to their bytes."""
 
-    save_seconds: float = MIN_SAVE_SECONDS
-    """to save sequences, or to take a file into host memory"""
+    store_seconds: float = MIN_STORE_SECONDS
+    """to store sequences, or to take a file into host memory"""
     suspend_seconds: float = 15.0
-    """to suspend or resume a process by the driver"""
+    """for one call of the driver that suspends or resumes a process"""
     return_seconds: float = 5.0
     """for an accelerator to show the memory of an ended worker as free; after it the rest counts as foreign"""
     alone_seconds: float = 30.0
@@ -90,17 +89,17 @@ class Timing:
     watch_seconds: float = 2.0
     """interval of checks of the memory of workers and the files of models"""
 
-    def save(self, count_bytes: int) -> float:
-        """How long saving or copying that much may take."""
-        return self.save_seconds + count_bytes / SLOWEST_COPY_BYTES_PER_SECOND
+    def store(self, count_bytes: int) -> float:
+        """How long storing or copying that much may take."""
+        return self.store_seconds + count_bytes / SLOWEST_COPY_BYTES_PER_SECOND
 
-    def suspend(self, count_bytes: int) -> float:
-        """How long a copy between device and host may take."""
+    def driver_call(self, count_bytes: int) -> float:
+        """How long one call of the driver may take that copies this much between device and host."""
         return self.suspend_seconds + count_bytes / 500e6
 
     def checkpoint(self, count_bytes: int) -> float:
         """How long suspending or resuming a process may take in all: three calls of the driver, and their helper."""
-        return 3 * self.suspend(count_bytes) + 15.0
+        return 3 * self.driver_call(count_bytes) + 15.0
 
 
 class TimerKind(StrEnum):
@@ -113,7 +112,7 @@ class TimerKind(StrEnum):
     STOP = "stop"
     """end of the time for running requests of a leaving model"""
     WARM_POOL = "warm pool"
-    """a worker takes too long to release, save or hold its model, or to be suspended or resumed"""
+    """a worker takes too long to release or hold its model, to store sequences, or to be suspended or resumed"""
     ROOM_TO_KEEP = "room to keep"
     RETURN = "return"
     """memory of an ended worker is read again, or is overdue"""
@@ -248,7 +247,7 @@ class WorkerRecord:
     grown_bytes: int = 0
     """host memory that was booked because it grew beyond its reservation"""
     device_growth: Mapping[str, Grown] = field(default_factory=dict)
-    """the same of accelerators"""
+    """the same on accelerators"""
     active_at: float = 0.0
     """when its load ended, or when a request last began or ended"""
     before: Mapping[str, Before] = field(default_factory=dict)
@@ -267,7 +266,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A model in the warm pool. `since` is Unix seconds; `sequences` with `tokens` were saved when it left."""
+    """A model in the warm pool. `since` is Unix seconds; `sequences` with `tokens` were stored when it left."""
 
     mechanism: Mechanism
     original_device: str
@@ -491,7 +490,7 @@ class CpuReturn:
     """A model on the CPU by fallback that may go back to an accelerator; `awaited_read` is the read it waits for."""
 
     awaited_read: int | None = None
-    look_at: float = 0.0
+    check_again_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ _BY_TIMER: dict[TimerKind, Callable[[Draft, Any], None]] = {
     TimerKind.ALONE: tickets.alone_is_over,
     TimerKind.STOP: departure.stop_time_is_over,
     TimerKind.WARM_POOL: warm_pool.step_is_late,
-    TimerKind.ROOM_TO_KEEP: departure.room_time_is_over,
+    TimerKind.ROOM_TO_KEEP: departure.room_wait_is_over,
     TimerKind.RETURN: endings.return_is_due,
     TimerKind.COMMAND: commands.overdue,
 }

@@ -61,7 +61,7 @@ class WaitQueue:
         at = next((index for index, other in enumerate(self.waiters) if other.rank > waiter.rank), len(self.waiters))
         return replace(self, waiters=(*self.waiters[:at], waiter, *self.waiters[at:]))
 
-    def join(self, waiter_id: int) -> WaitQueue:
+    def clear_alone(self, waiter_id: int) -> WaitQueue:
         """The queue where this request need not run alone any more; it keeps its place."""
         waiters = (replace(other, alone=False) if other.id == waiter_id else other for other in self.waiters)
         return replace(self, waiters=tuple(waiters))

@@ -47,7 +47,7 @@ async def test_failure_during_an_offload_releases_all_bookings(start: Start, dev
     """A worker ends or hangs during an offload, while warm or when restored: its model is loaded from the file."""
     behavior = {"a": {step: how}, "x": {step: how}}
     models: dict[str, Any] = {"a": {}}
-    timeouts = {"LOAD_TIMEOUT_SECONDS": "1", "parts": {"timing": Timing(save_seconds=0.5)}}
+    timeouts = {"LOAD_TIMEOUT_SECONDS": "1", "parts": {"timing": Timing(store_seconds=0.5)}}
     if device == "cpu":
         service = await start(models, behavior, **timeouts)
     else:

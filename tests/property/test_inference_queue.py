@@ -55,7 +55,7 @@ def test_isolated_request_is_first_and_may_join_the_others() -> None:
     queue = queue.push(Waiter(2, Priority.LOW, alone=True), LIMITS)
     queue = queue.push(Waiter(3, Priority.LOW, alone=True), LIMITS)
     assert [waiter.id for waiter in queue.waiters] == [2, 3, 1]
-    joined = queue.join(3)
+    joined = queue.clear_alone(3)
     assert [(waiter.id, waiter.alone) for waiter in joined.waiters] == [(2, True), (3, False), (1, False)]
     assert joined.push(Waiter(4, Priority.LOW, alone=True), LIMITS).position(4) == 1
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from headgate.shared.units import GIB, MIB
 
-DEFAULT_SHARE = 10
-"""By default stored sequences of all models get this part of the host memory that models may use: a tenth."""
+DEFAULT_DIVISOR = 10
+"""By default stored sequences of all models get the host memory that models may use, divided by this number."""
 MAX_DEFAULT_BYTES = 8 * GIB
 STEP_BYTES = 16 * MIB
 """The total is a multiple of this, so that small changes of free memory change no budget."""
@@ -28,10 +28,10 @@ class ArenaUse:
 
 
 def total_bytes(configured_bytes: int | None, host_budget_bytes: int, room_bytes: int) -> int:
-    """The sum of all budgets: as configured or by default, and at most `room_bytes`, the memory without caches."""
+    """The sum of all budgets: as configured or by default, at most `room_bytes`, in which caches count as available."""
     wanted = configured_bytes
     if wanted is None:
-        wanted = min(host_budget_bytes // DEFAULT_SHARE, MAX_DEFAULT_BYTES)
+        wanted = min(host_budget_bytes // DEFAULT_DIVISOR, MAX_DEFAULT_BYTES)
     return max(0, min(wanted, room_bytes)) // STEP_BYTES * STEP_BYTES
 
 

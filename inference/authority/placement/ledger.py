@@ -7,10 +7,10 @@ There is one account per device, including host memory, with
 `capacity` is the limit of all use of the device, `budget` the limit of Headgate's share, `foreign` the use by other
 programs. A holding is the bytes of one model on all its devices: `reserved` before a process starts, `resident` when
 the worker is ready, `releasing` while the worker ends. `foreign` is measured only while nothing is reserved or
-releasing on the device; in between it may only rise, because the bytes of a loading worker look foreign.
+releasing on the device; otherwise it may only rise, because a loading or ending worker uses less than is booked for it.
 
 `cached` are budgets for stored sequences of models, which may be unused in part. They never stand in the way: what is
-available to a model is computed without them. After each booking their budgets are reduced to what is left.
+available to a model is computed without them. After each booking they are reduced to what is left.
 
 A device without its own memory (unified memory) shares the account of the host.
 

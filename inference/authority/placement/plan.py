@@ -186,7 +186,7 @@ class _Decision:
     choose: bool
 
     def decide(self) -> Placement | Refusal:
-        return self._free(self.stages.now) or self._after_evictions() or self._full() or self._refusal()
+        return self._free(self.stages.now) or self._after_departures() or self._full() or self._refusal()
 
     def _obstacle(self, option: Option, stage: Stage) -> str | None:
         return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
@@ -216,7 +216,7 @@ class _Decision:
             return self._placement(Result.FREE, split, ())
         return None
 
-    def _after_evictions(self) -> Refusal | None:
+    def _after_departures(self) -> Refusal | None:
         """A refusal with a wait, if models that are already leaving make enough room."""
         stages = self.stages
         if stages.left is stages.now:

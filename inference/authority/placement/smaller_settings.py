@@ -22,7 +22,7 @@ SMALLER_KV = ("q8_0", "q4_0")
 REST_SECONDS = 60.0
 """Configured sizes are tried again this long after the last step."""
 MIN_UBATCH = 32
-UBATCH_SHARE = 4
+UBATCH_DIVISOR = 4
 MIN_REDUCED_CONTEXT = 256
 
 
@@ -254,7 +254,7 @@ def next_step(
 
 def smaller_ubatch(ubatch: int) -> int | None:
     """A quarter of `ubatch`, which needs about a quarter of the compute memory; None if `ubatch` is at its minimum."""
-    return max(MIN_UBATCH, ubatch // UBATCH_SHARE) if ubatch > MIN_UBATCH else None
+    return max(MIN_UBATCH, ubatch // UBATCH_DIVISOR) if ubatch > MIN_UBATCH else None
 
 
 def smaller_context(context_length: int) -> int | None:

@@ -228,7 +228,7 @@ def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> l
         return names
     if len(names) > EVERY_ORDER:
         return names[::-1] if _filled(sums, names[::-1], rooms, 1.0) else None
-    # The last layer that each set of devices can reach, and the last device of that order.
+    # How many of the first layers each set of devices can take, and in which order of the devices.
     reach: dict[int, tuple[int, list[str]]] = {0: (0, [])}
     for chosen in range(1, 2 ** len(names)):
         best: tuple[int, list[str]] = (-1, [])

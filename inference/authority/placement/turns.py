@@ -173,7 +173,7 @@ def _keeping(
 
 
 def _or_wait(refusal: Refusal, ledger: Ledger) -> Refusal:
-    """A refusal that waits for models that load or leave, because their bytes can look foreign meanwhile."""
+    """A refusal that waits for models that load or leave, because less memory than there is may look free meanwhile."""
     accounts = ledger.accounts
     if any(
         lack.need_bytes > min(accounts[lack.device].capacity_bytes, accounts[lack.device].budget_bytes)

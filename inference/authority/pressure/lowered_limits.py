@@ -55,7 +55,8 @@ class _Excess:
 def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
     """The models that must be evicted so that the limits of `now` that are lower than `before` are met.
 
-    Models that are already leaving are not counted. If foreign use alone exceeds a limit, all models there are evicted.
+    Models that are already leaving are not counted. If foreign use alone exceeds the limit of a device, all models on
+    it are evicted.
     """
     stage = Stage.of(now.ledger, models).without(EvictionState.LEAVING)
     found = [item for item in _excesses(before, now, stage) if item.amount > 0]

@@ -38,13 +38,13 @@ class MeasuringRunner:
         self._arenas = arenas
         self._build_computes = build_computes
         self._dispatch = dispatch
-        self._is_looking = False
+        self._is_checking_files = False
         self.performers: Mapping[type, Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             effects.Observe: self._observe,
             effects.ReadDevices: self._read_devices,
             effects.TryDevice: self._try_device,
             effects.RenewProbes: self._renew_probes,
-            effects.CheckSuspension: self._prove_suspension,
+            effects.CheckSuspension: self._check_suspension,
             effects.Estimate: self._estimate,
             effects.CheckFiles: self._check_files,
             effects.CheckBuild: self._check_build,
@@ -86,7 +86,7 @@ class MeasuringRunner:
             log.exception("the helpers that read the devices could not be restarted")
         self._dispatch(events.ProbesRenewed(effect.command))
 
-    async def _prove_suspension(self, effect: effects.CheckSuspension) -> None:
+    async def _check_suspension(self, effect: effects.CheckSuspension) -> None:
         problem: str | None = None
         try:
             failure = await self._inventory.suspenders[effect.kind].test(effect.device)
@@ -111,13 +111,13 @@ class MeasuringRunner:
             self._dispatch(events.Estimated(key, found))
 
     async def _check_files(self, effect: effects.CheckFiles) -> None:
-        if self._is_looking:
+        if self._is_checking_files:
             return
-        self._is_looking = True
+        self._is_checking_files = True
         try:
             found = await asyncio.to_thread(lambda: {spec.id: spec.files for spec in effect.specs})
         finally:
-            self._is_looking = False
+            self._is_checking_files = False
         self._dispatch(events.FilesChecked(found))
 
     async def _check_build(self, effect: effects.CheckBuild) -> None:

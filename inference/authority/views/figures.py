@@ -76,7 +76,7 @@ def usable(state: State) -> str:
     return text if ledger.limit_bytes is None else f"{text}; {format_bytes(ledger.limit_bytes)} for all loaded models"
 
 
-def _planned(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _default_devices(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The default devices of models: the accelerators, or the host if there are none."""
     return [figures for name, figures in devices.items() if name != CPU] or list(devices.values())
 
@@ -93,20 +93,20 @@ def _sum(devices: Iterable[Mapping[str, Any]], name: str) -> float:
 def stats(state: State, now: float) -> dict[str, Any]:
     """The totals of `/memory/stats`: of all accelerators, or of the host if there are none."""
     devices = per_device(state, now)
-    planned = _planned(devices)
+    default = _default_devices(devices)
     limit = state.ledger.limit_bytes
-    usable = _sum(planned, "budget_usable_mb")
-    total, used = _sum(planned, "total_mb"), _sum(planned, "used_mb")
+    usable = _sum(default, "budget_usable_mb")
+    total, used = _sum(default, "total_mb"), _sum(default, "used_mb")
     host = devices.get(CPU, {})
     states = [model.state for model in state.models.values()]
     gone = state.departures
     alerts = advisor.alerts(state, now)
     return {
         "total_mb": total,
-        "free_mb": _sum(planned, "free_mb"),
+        "free_mb": _sum(default, "free_mb"),
         "used_mb": used,
         "used_percent": percent(used, total),
-        "allocated_mb": _sum(planned, "allocated_mb"),
+        "allocated_mb": _sum(default, "allocated_mb"),
         "limit_mb": None if limit is None else mib(limit),
         "budget_total_mb": total,
         "budget_usable_mb": usable if limit is None else min(usable, mib(limit)),
@@ -139,11 +139,11 @@ def health(state: State, now: float) -> dict[str, Any]:
                 f"{name} is at {figures['pressure_level']} pressure: {figures['used_mb']:.0f} MiB of "
                 f"{figures['total_mb']:.0f} MiB are in use, {figures['foreign_mb']:.0f} MiB of it by other programs"
             )
-    planned = _planned(devices)
+    default = _default_devices(devices)
     return {
         "healthy": not ill,
         "pressure": _worst(figures["pressure_level"] for figures in devices.values()),
-        "used_percent": percent(_sum(planned, "used_mb"), _sum(planned, "total_mb")),
+        "used_percent": percent(_sum(default, "used_mb"), _sum(default, "total_mb")),
         "message": "; ".join(ill) or "all devices are healthy",
         "devices": {
             name: {
@@ -231,7 +231,7 @@ def fragmentation(state: State, now: float, metrics: Metrics) -> dict[str, Any]:
     rooms = rooms or [balances[reading.id].room_bytes for reading in readings]
     return {
         "devices": {reading.id: _tracked(reading, balances[reading.id]) for reading in readings},
-        "models": [_spread(state, model) for model in state.models.values() if model.worker is not None],
+        "models": [_tracked_model(state, model) for model in state.models.values() if model.worker is not None],
         "room_mb": mib(sum(rooms)),
         "largest_room_mb": mib(max(rooms, default=0)),
         "fragmentation_percent": percent(sum(rooms) - max(rooms, default=0), sum(rooms)),
@@ -250,7 +250,7 @@ def _tracked(reading: Reading, balance: Balance) -> dict[str, Any]:
     }
 
 
-def _spread(state: State, model: ModelRecord) -> dict[str, Any]:
+def _tracked_model(state: State, model: ModelRecord) -> dict[str, Any]:
     worker = state.worker_of(model)
     assert worker is not None
     host = None if worker.pid is None else private_bytes(worker.pid)

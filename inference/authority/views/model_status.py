@@ -27,16 +27,16 @@ def snapshot(state: State, now: float) -> dict[str, Any]:
 
 def statuses(state: State, now: float) -> list[ModelStatus]:
     """Every model in the order of the file; its replicas are in it."""
-    moment = Predictions(state, now)
+    predictions = Predictions(state, now)
     shown = (model for model in state.models.values() if replicas.first_of(state, model) is model)
-    return [status(state, model, now, moment) for model in shown]
+    return [status(state, model, now, predictions) for model in shown]
 
 
-def status(state: State, model: ModelRecord, now: float, moment: Predictions | None = None) -> ModelStatus:
+def status(state: State, model: ModelRecord, now: float, predictions: Predictions | None = None) -> ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it: all its replicas together, or one by its own id."""
-    moment = moment or Predictions(state, now)
+    predictions = predictions or Predictions(state, now)
     every = replicas.replicas_of(state, model) if model.spec.replica_of is None else [model]
-    found = [_status(state, item, now, moment) for item in every]
+    found = [_status(state, item, now, predictions) for item in every]
     return together(found, [item.id for item in every if replicas.is_up(state, item)]) if found[1:] else found[0]
 
 
@@ -92,12 +92,12 @@ def _least(figures: Iterable[float | None]) -> float | None:
     return min((figure for figure in figures if figure is not None), default=None)
 
 
-def _status(state: State, model: ModelRecord, now: float, moment: Predictions) -> ModelStatus:
+def _status(state: State, model: ModelRecord, now: float, predictions: Predictions) -> ModelStatus:
     worker, in_flight = state.worker_of(model), state.in_flight(model)
     estimate = next(iter(state.estimates_of(model.effective).values()), None)
     is_known = worker is not None and (worker.ready is not None or model.state is ModelState.WARM)
     actual = sum(state.ledger.owned_by(model.id).values()) if is_known else None
-    fits, reason, rest = _fits(state, model, now, moment)
+    fits, reason, rest = _fits(state, model, now, predictions)
     if model.state is ModelState.FAILED:
         rest = model.retry_at - now
     return ModelStatus(
@@ -145,14 +145,14 @@ def _rounded(figure: float | None) -> float | None:
 
 
 def _fits(
-    state: State, model: ModelRecord, now: float, moment: Predictions
+    state: State, model: ModelRecord, now: float, predictions: Predictions
 ) -> tuple[bool | None, str | None, float | None]:
     """Whether the model fits, why not, and the seconds until its lost device is tried again."""
     if model.worker is not None and model.state is not ModelState.UNLOADING:
         return True, None, None
     if not state.started:
         return None, None, None  # the devices are not known yet
-    found = moment.of(model)
+    found = predictions.of(model)
     if not isinstance(found, Refusal):
         return found, model.failure, None
     if found.waits_for:

@@ -17,8 +17,8 @@ from inference.settings import ModelSpec
 
 MAX_DIVISION_ESTIMATES = 8
 """Maximum number of stored estimates for divisions over several devices, for the same settings of a model."""
-MAX_TRIAL_ESTIMATES = 64
-"""Maximum number of settings with stored estimates that no model has now, as those of dry runs and checks."""
+MAX_UNUSED_SETTINGS = 64
+"""Maximum number of settings that no model has now, as those of dry runs and checks, with stored estimates."""
 
 
 def request(draft: Draft, key: EstimateKey) -> bool:
@@ -73,7 +73,7 @@ def _forget_oldest(draft: Draft) -> None:
     own = {model.effective for model in draft.state.models.values()}
     own |= {model.spec for model in draft.state.models.values()}
     others = [spec for spec in draft.state.estimates if spec not in own]
-    gone = {*others[:-MAX_TRIAL_ESTIMATES]}
+    gone = {*others[:-MAX_UNUSED_SETTINGS]}
     if gone:
         draft.set(estimates={spec: found for spec, found in draft.state.estimates.items() if spec not in gone})
 

@@ -233,9 +233,9 @@ def _continue_plan(draft: Draft, id: int, command: PlanCommand) -> None:
     if command.model not in state.models:
         draft.refuse(id, ModelNotFound(command.model, sorted(state.config.model_ids)))
         return
-    requested = decision.with_request(state, command.model, command.spec, command.reduced)
-    model = requested.models[command.model]
-    found = decision.consider(requested, command.model, draft.now, divisions=command.divisions)
+    assumed = decision.with_settings(state, command.model, command.spec, command.reduced)
+    model = assumed.models[command.model]
+    found = decision.consider(assumed, command.model, draft.now, divisions=command.divisions)
     match found:
         case decision.NeedsEstimate(key, divides):
             if divides and not state.is_measuring(key.spec):
@@ -346,11 +346,11 @@ def cannot_measure(draft: Draft, spec: ModelSpec, error: InferenceError) -> None
                 draft.refuse(id, error)
 
 
-_BEGIN = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, CollectCommand)
+_REFUSED_AT_CLOSING = (PlanCommand, RecoverCommand, RefreshCommand, DefragmentCommand, CollectCommand)
 
 
 def refuse_pending(draft: Draft) -> None:
     """The service is shutting down: commands fail, except unload, offload and evict, and moves that have begun."""
     for id, command in list(draft.state.commands.items()):
-        if isinstance(command, _BEGIN) or (isinstance(command, MoveCommand) and not command.begun):
+        if isinstance(command, _REFUSED_AT_CLOSING) or (isinstance(command, MoveCommand) and not command.begun):
             draft.refuse(id, ShuttingDown())

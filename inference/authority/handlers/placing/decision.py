@@ -208,8 +208,8 @@ def next_try(check: FixCheck) -> FixCheck:
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------
-def with_request(state: State, id: str, spec: ModelSpec | None, reduced: ModelSpec | None = None) -> State:
-    """A copy of the state as if a request for the model had arrived.
+def with_settings(state: State, id: str, spec: ModelSpec | None, reduced: ModelSpec | None = None) -> State:
+    """A copy of the state in which the model has the settings of a dry run.
 
     With another `spec` the model counts as not loaded, because it would have to be loaded again; `reduced` are the
     settings that it would be loaded with.
@@ -228,7 +228,7 @@ def with_request(state: State, id: str, spec: ModelSpec | None, reduced: ModelSp
     return replace(state, ledger=ledger, models={**state.models, id: unloaded})
 
 
-def needs_of(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:
+def unmeasured_on(state: State, model: ModelRecord, devices: tuple[str, ...]) -> EstimateKey | None:
     """The first of these devices on which the model was not measured."""
     known = state.estimates_of(model.effective)
     return next((EstimateKey(model.effective, (name,)) for name in devices if name not in known), None)

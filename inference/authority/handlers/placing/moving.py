@@ -82,7 +82,7 @@ def advance(draft: Draft, id: int, command: MoveCommand) -> None:
     if error := _unusable(draft.state, model, command.device, draft.now):
         _end(draft, id, command, error)
         return
-    key = decision.needs_of(draft.state, model, (command.device,))
+    key = decision.unmeasured_on(draft.state, model, (command.device,))
     if key is not None:
         estimates.request(draft, key)
         return
@@ -193,7 +193,7 @@ def check_fallbacks(draft: Draft) -> None:
                 _forget_fallback(draft, model.id)
             continue
         known = known or CpuReturn()
-        is_due = draft.now >= max(known.look_at, model.on_cpu_until)
+        is_due = draft.now >= max(known.check_again_at, model.on_cpu_until)
         if known.awaited_read is None and is_due and _is_idle(draft.state, model):
             begun = CpuReturn(device_view.read(draft), draft.now + FALLBACK_CHECK_SECONDS)
             draft.set(cpu_returns={**draft.state.cpu_returns, model.id: begun})

@@ -40,7 +40,7 @@ def leave(
         draft.info("draining %s (%s)", id, why)
         draft.advance(id, ModelEvent.DRAIN)
     if not draft.worker(worker.id).leases:
-        unload(draft, id)
+        unload_or_keep(draft, id)
 
 
 def stop_in(draft: Draft, id: str, seconds: float) -> None:
@@ -73,7 +73,7 @@ def stay(draft: Draft, id: str) -> None:
         draft.advance(id, ModelEvent.IDLE)
 
 
-def unload(draft: Draft, id: str) -> None:
+def unload_or_keep(draft: Draft, id: str) -> None:
     """After the last request: moves the model into the warm pool if decided and possible, else ends its worker."""
     worker = draft.worker_of(id)
     assert worker is not None
@@ -92,20 +92,20 @@ def advance(draft: Draft) -> None:
     """Continues departures that waited for a check of the model's files, or for dropped models to end."""
     for worker in list(draft.state.workers.values()):
         if worker.room_awaited and not any(other in draft.state.workers for other in worker.room_awaited):
-            room_time_is_over(draft, worker.id)
+            room_wait_is_over(draft, worker.id)
         elif worker.model in draft.checked_files and may_be_kept(draft.state, worker):
-            unload(draft, worker.model)
+            unload_or_keep(draft, worker.model)
 
 
-def room_time_is_over(draft: Draft, id: str) -> None:
-    """The time of a departing model for room in the warm pool is over."""
+def room_wait_is_over(draft: Draft, id: str) -> None:
+    """The wait of a departing model for room in the warm pool is over."""
     worker = draft.state.workers.get(id)
     draft.cancel(TimerKind.ROOM_TO_KEEP, id)
     if worker is None:
         return
     worker = draft.set_worker(id, room_awaited=())
     if _is_drained(draft.state, worker):
-        unload(draft, worker.model)
+        unload_or_keep(draft, worker.model)
 
 
 def _is_drained(state: State, worker: WorkerRecord) -> bool:

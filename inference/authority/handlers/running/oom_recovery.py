@@ -116,7 +116,7 @@ def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     draft.emit(LearnShortage(worker.id, draft.model(worker.model).effective, exit, short, _computing(exit)))
 
 
-def ended_well(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
+def ended_without_shortage(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     """A worker ended without an out-of-memory error."""
     if exit.cause is ExitCause.REQUESTED and exit.was_ready:
         names = dict.fromkeys([*worker.placement.devices, CPU])

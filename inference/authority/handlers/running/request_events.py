@@ -147,7 +147,7 @@ def released(draft: Draft, event: Released) -> None:
         elif model.spec.idle_timeout == 0 and not model.spec.pinned:
             departure.leave(draft, model.id, Reason.IDLE, keeping.action_of(draft.state, draft.model(model.id)))
     elif model.state is _S.DRAINING:
-        departure.unload(draft, model.id)
+        departure.unload_or_keep(draft, model.id)
 
 
 def idle_models_leave(draft: Draft) -> None:

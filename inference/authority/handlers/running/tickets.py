@@ -170,7 +170,7 @@ def alone_is_over(draft: Draft, id: str) -> None:
         draft.set_worker(id, alone=None)
     elif model.queue.waiters and model.queue.waiters[0].alone:
         first = model.queue.waiters[0].id
-        queue = model.queue.join(first)
+        queue = model.queue.clear_alone(first)
         ticket = replace(draft.state.tickets[first], waiter=queue.waiters[0])
         draft.set(tickets={**draft.state.tickets, first: ticket})
         draft.set_model(model.id, queue=queue)

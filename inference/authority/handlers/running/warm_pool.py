@@ -1,7 +1,7 @@
 """The steps of a model from its device into the warm pool and back.
 
 A model on the CPU stays in its process, which frees the context. For a model on an accelerator a new process without a
-device holds the file, because a device context costs memory. In both cases sequences are saved into the arena of the
+device holds the file, because a device context costs memory. In both cases sequences are stored in the arena of the
 model first. A process that the driver can suspend stays as it is. Memory is booked before anything is copied into it.
 """
 
@@ -97,14 +97,14 @@ def _stand_by(draft: Draft, worker: WorkerRecord) -> None:
 
 
 def _free_context(draft: Draft, worker: WorkerRecord, *, stays: bool) -> None:
-    """Makes a worker save its sequences into its arena and free its context."""
+    """Makes a worker store its sequences in its arena and free its context."""
     draft.emit(FreeContext(worker.id, stays=stays))
-    cells = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
-    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.save(cells))
+    kv_cache_bytes = sum(item.bytes for item in worker.ready.buffers if item.kind == "kv") if worker.ready else 0
+    draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + draft.state.timing.store(kv_cache_bytes))
 
 
 def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) -> None:
-    """Starts a new process that holds the file; the old one saves its sequences for it and ends."""
+    """Starts a new process that holds the file; the old one stores its sequences for it and ends."""
     id = f"{model.id}#{draft.number()}"
     need = {HOST: base}
     draft.set(ledger=draft.state.ledger.reserve(id, model.id, need, exempt=True))
@@ -131,7 +131,7 @@ def _hold(draft: Draft, model: ModelRecord, leaving: WorkerRecord, base: int) ->
     draft.set_worker(leaving.id, saved=None)
     draft.set_model(model.id, worker=id)
     draft.advance(model.id, ModelEvent.OFFLOAD)
-    draft.timer(TimerKind.WARM_POOL, id, draft.now + draft.state.timing.save(base))
+    draft.timer(TimerKind.WARM_POOL, id, draft.now + draft.state.timing.store(base))
     _free_context(draft, leaving, stays=False)
 
 
@@ -157,7 +157,7 @@ def holder_failed(draft: Draft, holder: WorkerRecord, reason: str) -> None:
 
 
 def context_freed(draft: Draft, event: ContextFreed) -> None:
-    """A worker has saved its sequences and freed its context."""
+    """A worker has stored its sequences and freed its context."""
     worker = draft.state.workers.get(event.worker)
     if worker is None:
         return
@@ -238,7 +238,7 @@ def _checkpoint(draft: Draft, worker: WorkerRecord, operation: Literal["suspend"
     assert worker.pid is not None
     timing = draft.state.timing
     device = worker.device
-    draft.emit(Checkpoint(operation, worker.id, device.kind, device.id, worker.pid, timing.suspend(count_bytes)))
+    draft.emit(Checkpoint(operation, worker.id, device.kind, device.id, worker.pid, timing.driver_call(count_bytes)))
     draft.timer(TimerKind.WARM_POOL, worker.id, draft.now + timing.checkpoint(count_bytes))
 
 
@@ -268,9 +268,9 @@ def suspend_ended(draft: Draft, event: CheckpointEnded) -> None:
     )
     release_when_free(draft, left)
     assert left.suspended is not None
-    cells = sum(item.bytes for item in left.suspended.ready.buffers if item.kind == "kv")
+    kv_cache_bytes = sum(item.bytes for item in left.suspended.ready.buffers if item.kind == "kv")
     retained = left.beat.cells_retained if left.beat else 0
-    _mark_warm(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(cells, 0, retained))
+    _mark_warm(draft, worker, Mechanism.CHECKPOINT, device, Offloaded(kv_cache_bytes, 0, retained))
 
 
 def resume_ended(draft: Draft, event: CheckpointEnded) -> WorkerRecord | None:

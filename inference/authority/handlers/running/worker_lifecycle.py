@@ -272,7 +272,7 @@ def exited(draft: Draft, event: Exited) -> None:
         oom_recovery.learn(draft, worker, event.exit)
         return
     if not replaced:
-        oom_recovery.ended_well(draft, worker, event.exit)
+        oom_recovery.ended_without_shortage(draft, worker, event.exit)
     _finish(draft, worker, event.exit, replaced=replaced)
 
 
@@ -300,7 +300,7 @@ def _finish(
         draft.set_model(worker.model, worker=None)
     if draft.state.ledger.holdings[worker.holding].phase is not Phase.RELEASING:
         draft.set(ledger=draft.state.ledger.leave(worker.holding))
-    _pass_saved_sequences(draft, worker)
+    _pass_stored_sequences(draft, worker)
     worker = endings.release_extra(draft, worker)
     _remove(draft, worker)
     release_when_free(draft, worker)
@@ -348,14 +348,14 @@ def build_checked(draft: Draft, event: BuildChecked) -> None:
         return
     model = draft.set_model(event.model, checking_build=False)
     draft.plan()
-    if not event.holds:
+    if not event.computes:
         tickets.fail(draft, model.id, BrokenBuild())
     elif event.error is not None and model.state is _S.FAILED:  # otherwise it is already loading again
         _fail_load(draft, model.id, event.error)
 
 
-def _pass_saved_sequences(draft: Draft, worker: WorkerRecord) -> None:
-    """A worker that passed its model to another worker has ended: its saved sequences belong to the other."""
+def _pass_stored_sequences(draft: Draft, worker: WorkerRecord) -> None:
+    """A worker that passed its model to another worker has ended: its stored sequences belong to the other."""
     for other in list(draft.state.workers.values()):
         if other.predecessor == worker.id:
             draft.set_worker(other.id, saved=worker.saved)

@@ -163,12 +163,12 @@ def _place(
 
 
 def _misfits(state: State, now: float) -> Iterator[Alert]:
-    moment = Predictions(state, now) if state.advice.refused else None
+    predictions = Predictions(state, now) if state.advice.refused else None
     for name, at in state.advice.refused.items():
         model = state.models.get(name)
-        if model is None or moment is None or now - at >= LATELY_SECONDS:
+        if model is None or predictions is None or now - at >= LATELY_SECONDS:
             continue
-        refusal = moment.of(model)
+        refusal = predictions.of(model)
         if isinstance(refusal, Refusal) and refusal.lacks and not refusal.waits_for:
             changes = changes_of(name, refusal.fix) or _allowing(state, model, refusal, now)
             yield Alert(Kind.REFUSED, name, f"{name} does not fit: {refusal.reason}", changes)
