@@ -48,8 +48,8 @@ IGNORED: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     "compaction": "the gateway does not summarize conversations",
     "container": "containers and skills exist only at Anthropic",
-    "inference_geo": "the gateway cannot promise a region; `x-headgate-policy: local-only` keeps a request here",
-    "mcp_servers": "the gateway does not call MCP servers; let the client call it and send its tools",
+    "inference_geo": "the gateway cannot promise a region; `x-headgate-policy: local-only` excludes the clouds",
+    "mcp_servers": "the gateway does not call MCP servers; let the client call them and send their tools",
     "thread": "the gateway does not store conversations; send all messages",
 }
 """Fields that would change the answer and that no tier behind the gateway can honor."""

@@ -415,8 +415,8 @@ def _check_parts(content: str | list[ContentPart], path: str) -> None:
 
 
 def responses_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schema of the body and its definitions. Of the rules between fields it has only the required
-    alternatives.
+    """The JSON schema of the body and its definitions. It has one of the rules between fields: an `input`,
+    `instructions` or `previous_response_id` is required.
     """
     root, parts = json_schema(ResponsesBody)
     needed = [{"required": [name]} for name in ("input", "instructions", "previous_response_id")]

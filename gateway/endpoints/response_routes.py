@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from gateway.access.authentication import Key
 from gateway.apis.lenient_json import dumps, loads
-from gateway.apis.responses.responses_api import NOT_SHARED, PATH
+from gateway.apis.responses.responses_api import PATH, SHARED_STORE_DOWN
 from gateway.apis.responses.responses_items import page
 from gateway.apis.responses.responses_store import Store, StoredResponse
 from gateway.apis.responses_body import INCLUDES
@@ -117,5 +117,5 @@ def router(runtime: Runtime, store: Store, shared: SharedResponses | None = None
 def _not_there(response_id: str, shared: SharedResponses | None) -> RequestError:
     message = f"Response with id '{response_id[:80]}' not found."
     if shared is not None and not shared.is_up:
-        message = f"{message} {NOT_SHARED}"
+        message = f"{message} {SHARED_STORE_DOWN}"
     return RequestError(Code.NOT_FOUND, message, param="response_id")

@@ -9,13 +9,13 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _SPOKEN = ("data", "transcript")
 _MORE = ("system_fingerprint", "service_tier", "moderation")
 _COPIED = frozenset(("id", "created", "model", *_MORE))
-_ONCE = ("stop_reason", "native_finish_reason", "stop_details")
+_END_FIELDS = ("stop_reason", "native_finish_reason", "stop_details")
 """Further fields about the end of a choice."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 
 
 class _Choice:
-    __slots__ = ("audio", "extra", "finish", "function", "logprobs", "once", "role", "signed", "texts", "tools")
+    __slots__ = ("audio", "end_fields", "extra", "finish", "function", "logprobs", "role", "signed", "texts", "tools")
 
     def __init__(self) -> None:
         self.role = "assistant"
@@ -27,7 +27,7 @@ class _Choice:
         self.audio: dict[str, Any] = {}
         """Audio: lists of pieces, and fields that come once."""
         self.extra: dict[str, Any] = {}
-        self.once: dict[str, Any] = {}
+        self.end_fields: dict[str, Any] = {}
         self.signed = 0
         """How many pieces of the reasoning belong to signed blocks."""
 
@@ -43,7 +43,7 @@ class Assembly:
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
         self.stream_bytes = 0
-        """Of the chunks, as the caller counts them."""
+        """The size of the added chunks, counted by the caller."""
 
     def add(self, chunk: Any) -> None:
         """Adds one parsed chunk, in the order of the stream; raises ValueError for an invalid one."""
@@ -70,7 +70,7 @@ class Assembly:
     def _add_choice(self, choice: _Choice, part: Mapping[str, Any]) -> None:
         if part.get("finish_reason") is not None:
             choice.finish = part["finish_reason"]
-            choice.once = {name: part[name] for name in _ONCE if part.get(name) is not None}
+            choice.end_fields = {name: part[name] for name in _END_FIELDS if part.get(name) is not None}
         if isinstance(logprobs := part.get("logprobs"), dict):
             choice.logprobs = choice.logprobs or {}
             for name, values in logprobs.items():
@@ -193,7 +193,7 @@ def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "message": message | choice.extra,
         "logprobs": None if choice.logprobs is None else {"content": None, "refusal": None, **choice.logprobs},
         "finish_reason": choice.finish,
-        **choice.once,
+        **choice.end_fields,
     }
 
 
@@ -203,5 +203,5 @@ def _text_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "text": "".join(choice.texts.get("text", ())),
         "logprobs": choice.logprobs,
         "finish_reason": choice.finish,
-        **choice.once,
+        **choice.end_fields,
     }

@@ -90,7 +90,7 @@ _CONTENT_FIELDS = frozenset(
 
 
 def frame_of(payload: bytes) -> Data:
-    """The frame for `payload`, which is like a JSON object; with the parsed chunk if it has a list of `choices`."""
+    """The frame for `payload`, which has the braces of a JSON object; parsed if it has a list of `choices`."""
     try:
         chunk = loads(payload)
     except ValueError:

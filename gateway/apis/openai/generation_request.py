@@ -63,9 +63,9 @@ AUDIO = "audio"
 class InferenceRequest(NamedTuple):
     """A well-formed request. `body` is immutable by convention: a change makes a copy (see `changed`).
 
-    `needs` are capabilities (`chat`, `vision`, `tools`, `embeddings`, ...). `size_bytes` is what the client sent.
-    `is_plain`: the answer is one text without a required shape (one choice, no tools, no format, no logprobs). Only
-    such an answer can be resumed.
+    `needs` are capabilities (`chat`, `vision`, `tools`, `embeddings`, ...). `size_bytes`: the client's body and the
+    stored items that it refers to. `is_plain`: the answer is one text without a required shape (one choice, no tools,
+    no format, no logprobs). Only such an answer can be resumed.
     """
 
     endpoint: Endpoint
@@ -145,7 +145,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
 
 
 def typed(endpoint: Endpoint, body: AnyRequest, size_bytes: int) -> InferenceRequest:
-    """The request with this `body`; `size_bytes` is what the client sent."""
+    """The request with this `body`; `size_bytes`: see `InferenceRequest`."""
     if not isinstance(body, GenerationFields):
         return InferenceRequest(endpoint, body.model, False, False, body, _NEEDS[endpoint], None, size_bytes, True)
     options, limit = body.stream_options, body.max_tokens

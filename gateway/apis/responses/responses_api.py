@@ -30,7 +30,7 @@ KEPT_BYTES = 64 * 2**20
 """Size limit of all stored answers and their conversations, as JSON."""
 
 MAX_REFERENCES = 1000
-"""Items of one body that are looked up at other gateways."""
+"""Limit of the items of one body that are looked up in the store that gateways share."""
 
 KEPT_SECONDS = 3600.0
 """How long an answer is stored."""
@@ -46,17 +46,17 @@ _NAMES = {
 }
 """The client's name of a parameter, by the internal name."""
 
-NOT_SHARED = "The store that gateways share does not answer, so responses of other gateways cannot be read now."
+SHARED_STORE_DOWN = "The store that gateways share does not answer, so responses of other gateways cannot be read now."
 
 _FIRST_WORD = re.compile(r"^\w+")
 
 
 class SharedStore(Protocol):
-    """The responses of other gateways, which it copies into the store of this one."""
+    """Copies responses of other gateways into the store of this gateway."""
 
     @property
     def is_up(self) -> bool:
-        """Whether they can be read now."""
+        """Whether they can be copied now."""
         ...
 
     async def fetch(self, owner: str, id: str) -> None:
@@ -108,7 +108,7 @@ class ResponsesApi:
         except RequestError as error:
             missing = error.code in (Code.PREVIOUS_RESPONSE_NOT_FOUND, Code.NOT_FOUND)
             if missing and not shared.is_up:
-                raise RequestError(error.code, f"{error.message} {NOT_SHARED}", param=error.param) from None
+                raise RequestError(error.code, f"{error.message} {SHARED_STORE_DOWN}", param=error.param) from None
             raise
 
     def _translated(self, body: ResponsesBody, body_bytes: int, owner: str) -> _Request:

@@ -338,17 +338,17 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The Response's usage for the usage of a chat; None without counts."""
     if usage is None:
         return None
-    given, made = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    read, written = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
+    prompt_details, completion_details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
     return {
-        "input_tokens": read,
+        "input_tokens": prompt,
         "input_tokens_details": {
-            "cached_tokens": count(given, "cached_tokens"),
-            "cache_write_tokens": count(given, "cache_write_tokens"),
+            "cached_tokens": count(prompt_details, "cached_tokens"),
+            "cache_write_tokens": count(prompt_details, "cache_write_tokens"),
         },
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": count(made, "reasoning_tokens")},
-        "total_tokens": count(usage, "total_tokens") or read + written,
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": count(completion_details, "reasoning_tokens")},
+        "total_tokens": count(usage, "total_tokens") or prompt + completion,
     }
 
 

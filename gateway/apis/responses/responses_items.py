@@ -239,8 +239,8 @@ def _add_output(turns: _Turns, item: FunctionOutputItem) -> None:
         messages.append(Message(role="user", content=_event_report(item)))
         return
     caller, end = turns.callers.get(item.call_id), len(messages)
-    behind = range(end, max(0, end - _MAX_MESSAGES_BETWEEN) if caller else end, -1)
-    at = next((place for place in behind if messages[place - 1] is caller), end)
+    places = range(end, max(0, end - _MAX_MESSAGES_BETWEEN) if caller else end, -1)
+    at = next((place for place in places if messages[place - 1] is caller), end)
     while at < end and messages[at].role == "tool":
         at += 1
     messages.insert(at, Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))

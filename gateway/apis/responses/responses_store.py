@@ -97,7 +97,7 @@ class Store:
         return True
 
     def _expire(self, now: float) -> None:
-        """Removes expired answers, the oldest of an owner first; those of other gateways may stay a little longer."""
+        """Removes expired answers, the oldest of an owner first; copies from other gateways may stay longer."""
         for owner, answers in list(self._owners.items()):
             while answers and answers[id := next(iter(answers))].until <= now:
                 self._drop(owner, id)
