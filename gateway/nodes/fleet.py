@@ -11,7 +11,7 @@ from gateway.nodes.fleet_view import FleetView
 from gateway.nodes.node import Node
 from gateway.nodes.node_tls import NodeTls
 from gateway.providers.local.inference_snapshot import SILENCE_SECONDS, InferenceView
-from gateway.providers.local.local_provider import Ask
+from gateway.providers.local.local_provider import PostJson
 
 log = logging.getLogger("gateway.nodes.fleet")
 
@@ -88,7 +88,7 @@ class Fleet:
         if isinstance(self._view, FleetView):
             self._view.note_change(node.name)
 
-    def ask_about(self, model: str) -> Ask:
+    def ask_about(self, model: str) -> PostJson:
         """How to post to a node with `model`, a loaded one if possible, or else to any that answers; see `Counter`."""
         if self.is_single:
             return self.nodes[ONLY].provider.post_json

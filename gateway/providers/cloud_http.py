@@ -21,7 +21,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider_errors import scrub, status_error
 
 MAX_ANSWER_BYTES = 128 * 2**20
-"""Of an answer in one piece, decompressed; 2048 embeddings of 3072 numbers as text are 130 MB."""
+"""Limit of an answer without a stream, decompressed; 2048 embeddings of 3072 numbers as text are 130 MB."""
 MAX_ERROR_BYTES = 2**20
 
 DRAIN_SECONDS = 0.05
@@ -172,7 +172,7 @@ class CloudSender:
     """Sends requests to the address that an SDK knows, with its headers, over `http`.
 
     The SDK's own calls add options, retries and models, which are not used here, and take as much CPU time as the rest
-    of an answer in one piece.
+    of an answer without a stream.
     """
 
     def __init__(self, client: SdkClient, http: CloudHttp, secrets: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ _CLOUDS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The providers by key: clouds by name, inference services by `provider_key`. Clouds without a key are missing."""
+    """The providers by key: clouds by name, inference services by `provider_key`; no clouds without an API key."""
 
     providers: Mapping[str, Provider]
 

@@ -102,14 +102,14 @@ def unsupported_params(body: ChatRequest, model: str | None = None) -> Mapping[s
     Without `model`, limits of single models are left out.
     """
     found = ANTHROPIC_CHAT.shortcomings(body)
-    for error in _shape_errors(body, model):
+    for error in _value_errors(body, model):
         found.setdefault(error.param or "", error.message)
     return found
 
 
 def check_supported(body: ChatRequest, model: str) -> None:
     """Raises UpstreamError where `to_anthropic` does."""
-    for error in _shape_errors(body, model):
+    for error in _value_errors(body, model):
         raise error
     ANTHROPIC_CHAT.check(body)
 
@@ -148,7 +148,7 @@ def to_anthropic(body: ChatRequest, model: str) -> CountedRequest:
     return request
 
 
-def _shape_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamError]:
+def _value_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamError]:
     """Parameters whose value is unsupported."""
     if any(not text.strip() for text in body.stops):
         yield unsupported("stop", _STOPS)

@@ -35,13 +35,13 @@ FETCH_SECONDS = 1.0
 Fetch = Callable[[str, float], Awaitable[Any]]
 """Gets the JSON at a path within a number of seconds; raises UpstreamError."""
 
-_ANSWERS = (ModelState.READY, ModelState.BUSY)
+_READY_STATES = (ModelState.READY, ModelState.BUSY)
 
 
 def model_status(data: Mapping[str, Any]) -> ModelStatus:
     """Like `ModelStatus.from_json`, in a seventh of its time: a gateway reads the models of all nodes again and again.
 
-    Raises ValueError for an entry that is not one of a model.
+    Raises KeyError, TypeError or ValueError for an entry that is not one of a model.
     """
     return msgspec.convert({"state": "cold", **data.get("headgate", {}), "id": data["id"]}, ModelStatus)
 
@@ -213,22 +213,22 @@ class InferenceView:
         self._on_reachable(is_reachable)
         return True
 
-    def _take(self, models: list[ModelStatus], now: float, sent_at: float, fresh: set[str] | None = None) -> None:
+    def _take(self, models: list[ModelStatus], now: float, sent_at: float, ids: set[str] | None = None) -> None:
         """Replaces the models by an answer to a request that was sent at `sent_at`.
 
-        A status that was received since then is newer and is kept. `fresh` are the ids that the answer is about; None
-        means all.
+        A status that was received since then is newer and is kept. `ids` are the models that the answer is about;
+        None means all.
         """
         before, reported = self._models, self._reported_at
         self._models, self._reported_at = {}, {}
         for model in models:
-            is_news = fresh is None or model.id in fresh
-            newer = model.id in before and (reported[model.id] > sent_at or not is_news)
+            is_reported = ids is None or model.id in ids
+            newer = model.id in before and (reported[model.id] > sent_at or not is_reported)
             self._models[model.id] = before[model.id] if newer else model
             self._reported_at[model.id] = reported[model.id] if newer else now
         self._aliases = {alias: model.id for model in self._models.values() for alias in model.aliases}
         for name, model in self._models.items():
-            if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
+            if model.state in _READY_STATES and (name not in before or before[name].state not in _READY_STATES):
                 self._on_ready(name)
         self._on_change()
 
@@ -342,7 +342,7 @@ class Events:
         return "the stream ended"
 
     def _log_reason(self, why: str) -> None:
-        """Logs why there are no events, unless the reason is the last one."""
+        """Logs why there are no events, unless the reason is the last one or the stream is for figures."""
         if why != self._last_reason and not self._figures:
             log.info("no event stream from the inference service (%s); polling it every few seconds", why)
         self._last_reason = why
@@ -377,5 +377,5 @@ class _Stream:
         try:
             self._sink.apply(kind, data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the event {kind!r} lacks {error}") from error
+            raise ValueError(f"the event {kind!r} is malformed: {error!r}") from error
         self.has_begun = True

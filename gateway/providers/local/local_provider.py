@@ -99,7 +99,7 @@ class LocalProvider:
                 finally:
                     answer.close()
         if answer.status != 200:
-            raise _not_given(f"{request}: {answer.status}", answer.status, body)
+            raise _status_error(f"{request}: {answer.status}", answer.status, body)
         try:
             return orjson.loads(body)
         except ValueError as error:
@@ -163,13 +163,13 @@ def _with_upstream_errors(request: str, seconds: float) -> Iterator[None]:
         raise UpstreamError(UpstreamKind.CONNECT, _reason_of(error)) from error
 
 
-def _not_given(request: str, status: int, answer: bytes) -> UpstreamError:
-    """The error for a status other than 200, with the message of the error envelope if there is one."""
+def _status_error(message: str, status: int, answer: bytes) -> UpstreamError:
+    """The error for a status other than 200, with the message of the error envelope, else `message`."""
     with contextlib.suppress(ValueError):
         raw = orjson.loads(answer)
         if isinstance(raw, dict) and isinstance(raw.get("error"), dict):
             return upstream_error(UpstreamKind.STATUS, raw, status, None)
-    return UpstreamError(UpstreamKind.STATUS, request, status=status)
+    return UpstreamError(UpstreamKind.STATUS, message, status=status)
 
 
 async def _refusal(answer: Answer) -> UpstreamError:
@@ -199,7 +199,7 @@ REMEMBERED = 1024
 _LARGE_BYTES = 2**20
 """Longer bodies are hashed in a thread, so that they do not block other streams."""
 
-Ask = Callable[[str, bytes, float], Awaitable[Any]]
+PostJson = Callable[[str, bytes, float], Awaitable[Any]]
 """Posts a JSON body to a path of the service and returns the JSON answer within a number of seconds; raises
 UpstreamError."""
 
@@ -213,7 +213,7 @@ class Counter:
     The service uses the model's template and vocabulary, also if the model is not loaded, so the count is exact.
     """
 
-    def __init__(self, ask_about: Callable[[str], Ask]) -> None:
+    def __init__(self, ask_about: Callable[[str], PostJson]) -> None:
         """`ask_about` returns how to ask a service that has the model."""
         self._ask_about = ask_about
         self._known: OrderedDict[bytes, int] = OrderedDict()

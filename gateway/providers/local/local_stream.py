@@ -81,7 +81,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._sink: Callable[[list[Frame]], bool] | None = None
         self._paused = False
         self._finishes = Finishes(choices_of(call.body))
-        self._answered = False
+        self._has_content = False
         self._whole = False
         self._over = False
 
@@ -215,12 +215,12 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             if payload.startswith(b"{") and payload.endswith(b"}"):
                 frame = frame_of(payload)
                 if frame.chunk is None and payload.find(b'"choices"') < 0 and payload.find(b'"error"') >= 0:
-                    self._refuse(payload)  # `in` is slow for bytes
+                    self._take_error(payload)  # `in` is slow for bytes
                     return
                 if frame.kind is FINISH:
                     self._finishes.note(frame)
                 elif frame.kind is CONTENT:
-                    self._answered = True
+                    self._has_content = True
                 self._ready.append(frame)
                 continue
             if payload.strip() == b"[DONE]":
@@ -229,8 +229,8 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
             return  # everything after [DONE] or an error is ignored
 
-    def _refuse(self, payload: bytes) -> None:
-        """Queues the error frame in `payload`."""
+    def _take_error(self, payload: bytes) -> None:
+        """Ends the stream with the error frame in `payload`."""
         try:
             error = upstream_error(UpstreamKind.ERROR_FRAME, orjson.loads(payload), None, None)
         except ValueError:
@@ -243,7 +243,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         if self._finishes.are_all:
             self._over = self._whole = True
             self._ready.append(Done())
-        elif self._answered or self._finishes.are_any:
+        elif self._has_content or self._finishes.are_any:
             self._fail(UpstreamError(UpstreamKind.READ, f"{how} without a finish_reason"))
         else:
             self._fail(UpstreamError(UpstreamKind.EMPTY, f"{how} without any content"))

@@ -26,7 +26,7 @@ class OpenAIStream:
         self._opened: set[int] = set()
         self._finished: set[int] = set()
         self._has_content = False
-        self._usage: Mapping[str, Any] | None = None
+        self._usage_chunk: Mapping[str, Any] | None = None
         """The last chunk with both choices and usage; it is not needed after a chunk with usage alone."""
         self._is_usage_relayed = False
         self._calls: dict[int, CallNumbers] = {}
@@ -61,7 +61,7 @@ class OpenAIStream:
             self._is_usage_relayed |= has_usage
             return [Data(data, USAGE if has_usage else OTHER, chunk)]
         if has_usage:
-            self._usage = chunk
+            self._usage_chunk = chunk
         kind, is_changed = OTHER, data.find(b"\n") >= 0  # a chunk of several `data:` lines is sent as one
         for choice in choices:
             if not isinstance(choice, dict):
@@ -91,9 +91,9 @@ class OpenAIStream:
             if self._has_content or self._finished:
                 raise UpstreamError(UpstreamKind.READ, "the stream ended before its finish reason")
             raise UpstreamError(UpstreamKind.EMPTY, "the stream ended with no content and no finish reason")
-        if self._usage is None or self._is_usage_relayed:
+        if self._usage_chunk is None or self._is_usage_relayed:
             return [Done()]
-        return [Data(dumps({**self._usage, "choices": []}), USAGE), Done()]
+        return [Data(dumps({**self._usage_chunk, "choices": []}), USAGE), Done()]
 
 
 def whole_answer(body: bytes, secrets: tuple[str, ...] = ()) -> dict[str, Any]:
