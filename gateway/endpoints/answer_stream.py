@@ -35,7 +35,7 @@ async def relay(
 ) -> str:
     """Sends status, headers and the rest of `answer`, settles it and closes it; returns the name of its outcome.
 
-    If `exchange.wire` is there, frames of a local answer are written to the connection as they arrive, and this task
+    With an `exchange.wire`, frames of a local answer are written to the connection as they arrive, and this task
     runs again only when the answer ends or is interrupted.
     Returns `client_left` after a disconnect, and `shutting_down` after `interrupt_all`; other cancellations propagate.
     """

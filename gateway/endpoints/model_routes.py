@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`: configured routes and local models, for Anthropic's clients in their form."""
+"""`GET /v1/models` and `/v1/models/{id}`: routes and local models, for Anthropic's clients in their format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headgate.shared.errors import did_you_mean
 from inference.protocol import Code
 
 VIEW_SECONDS = 1.0
-"""Oldest snapshot for a list while the inference service answers."""
+"""Maximum age of the snapshot for a list, if the inference service answers."""
 
 
 def router(runtime: Runtime) -> APIRouter:

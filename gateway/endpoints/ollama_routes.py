@@ -134,6 +134,6 @@ def _shown(name: str, status: ModelStatus | None) -> dict[str, Any]:
         "template": "",
         "details": _details(status),
         "model_info": {**facts, **({"headgate.context_length": context} if context else {})},
-        "capabilities": [ours for theirs, ours in _CAPABILITIES.items() if theirs in capabilities],
+        "capabilities": [name for capability, name in _CAPABILITIES.items() if capability in capabilities],
         "modified_at": UNKNOWN_DATE,
     }

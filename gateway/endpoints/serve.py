@@ -78,7 +78,7 @@ RETRY_COUNT_HEADER = "x-stainless-retry-count"
 
 @dataclass(slots=True)
 class Job:
-    """One request with a key, a body and a route. `state` stays: a reload may remove the route meanwhile."""
+    """One request with a key, a body and a route. `state` is kept, because a reload may remove the route."""
 
     parsed: ApiRequest
     state: GatewayState
@@ -132,7 +132,7 @@ class RequestApp(ABC):
         record = Record(exchange.request_id, time.time(), scope["path"])
         if (tracer := runtime.tracer) is not None:
             record.trace = tracer.begin(exchange.headers)
-        generation = runtime.join()
+        joined = runtime.join()
         try:
             await self._with_key(exchange, record, receive, send)
         except GatewayError as error:
@@ -146,7 +146,7 @@ class RequestApp(ABC):
             record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
-            runtime.leave(generation)
+            runtime.leave(joined)
             record.note_end(time.monotonic() - exchange.began)
             self.finish(record)
             if tracer is not None and record.trace is not None and record.trace.is_sampled:
@@ -172,7 +172,7 @@ class RequestApp(ABC):
                 record.note_refused_body(raw, error)
                 raise
             request = parsed.request
-            built_on_bytes = request.size_bytes - len(raw)
+            stored_bytes = request.size_bytes - len(raw)
             del raw
             if meter is not None and self.takes_tokens:
                 await meter.reserve(request)
@@ -183,7 +183,7 @@ class RequestApp(ABC):
             parsed = with_parameters_of(state.policies[match.route].route, parsed, record)
             runtime.records.add(record)
             with (
-                runtime.bodies.room(built_on_bytes, max_body),
+                runtime.bodies.room(stored_bytes, max_body),
                 runtime.open_requests.watch(receive, exchange.wire) as watch,
             ):
                 await self._answer(Job(parsed, state, match, context, watch, exchange, record, send))
