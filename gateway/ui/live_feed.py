@@ -325,7 +325,7 @@ def _steady(breaker: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class NodeFigures:
-    """A second event stream of a node, with its figures. Each event calls `on_devices` with its name and devices."""
+    """A second event stream of a node, with its figures. Each update calls `on_devices` with node and devices."""
 
     def __init__(self, node: Node, on_devices: Callable[[str, list[dict[str, Any]]], None]) -> None:
         self.node = node

@@ -37,7 +37,7 @@ def load(model: str, plan: Mapping[str, Any], devices: Mapping[str, Mapping[str,
     sentences = []
     for device, count in plan["need_bytes"].items():
         room = devices.get(device, {}).get("ledger", {}).get("room_bytes")
-        amount = format_bytes(count) if room is None else f"{format_bytes(count)} of {format_bytes(room)} free"
+        amount = format_bytes(count) if room is None else f"{format_bytes(count)}; {format_bytes(room)} are free"
         is_main = device in plan["devices"]
         sentences.append(
             f"Loads {model} on {device}: {amount}." if is_main else f"Also takes memory of {device}: {amount}."
@@ -78,7 +78,7 @@ def move(status: ModelStatus, device: Mapping[str, Any]) -> Forecast:
     if DeviceState(device["state"]) not in _USABLE:
         return Forecast(False, [f"{target} is {device['state']}."])
     room, need = device["ledger"]["room_bytes"], status.actual_bytes
-    amount = "" if need is None else f": {format_bytes(need)} of {format_bytes(room)} free there"
+    amount = "" if need is None else f": {format_bytes(need)}; {format_bytes(room)} are free there"
     sentences = [f"Moves {status.id} from {' and '.join(status.devices)} to {target}{amount}."]
     if need is not None and need > room:
         sentences.append(f"Idle models on {target} are evicted if that is enough; otherwise {status.id} stays.")

@@ -30,14 +30,14 @@ def test_load_names_the_device_and_what_is_evicted() -> None:
     assert _load("FULL", need_bytes=need, evict=["demo-mini"], changes={"context_length": 512}, expected=expected) == (
         True,
         [
-            "Loads demo on gpu-0: 310.0 MiB of 600.0 MiB free.",
+            "Loads demo on gpu-0: 310.0 MiB; 600.0 MiB are free.",
             "Also takes memory of cpu: 1.0 MiB.",
             "Evicts demo-mini.",
             "Uses context_length 512, because it does not fit as configured.",
             "About 12.3 tokens per second are expected.",
         ],
     )
-    assert _load("FREE") == (True, ["Loads demo on gpu-0: 310.0 MiB of 600.0 MiB free."])
+    assert _load("FREE") == (True, ["Loads demo on gpu-0: 310.0 MiB; 600.0 MiB are free."])
     assert _load("DEPLOYED") == (True, ["demo is already loaded."])
 
 
@@ -81,11 +81,11 @@ def test_offload_and_restart() -> None:
     ("status", "device", "allowed", "sentences"),
     [
         (READY, "gpu-1", True, [
-            "Moves demo from gpu-0 to gpu-1: 310.0 MiB of 100.0 MiB free there.",
+            "Moves demo from gpu-0 to gpu-1: 310.0 MiB; 100.0 MiB are free there.",
             "Idle models on gpu-1 are evicted if that is enough; otherwise demo stays.",
         ]),
         (ModelStatus("demo", ModelState.READY, devices=("gpu-1",), actual_bytes=MIB), "gpu-0", True,
-         ["Moves demo from gpu-1 to gpu-0: 1.0 MiB of 600.0 MiB free there."]),
+         ["Moves demo from gpu-1 to gpu-0: 1.0 MiB; 600.0 MiB are free there."]),
         (ModelStatus("demo", ModelState.READY, devices=("gpu-1",)), "gpu-0", True, ["Moves demo from gpu-1 to gpu-0."]),
         (READY, "gpu-0", False, ["demo is already on gpu-0."]),
         (COLD, "gpu-0", False, ["Only a loaded model can be moved; demo is cold."]),

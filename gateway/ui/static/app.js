@@ -33,7 +33,7 @@ const VIEWS = {
 const store = createStore(reduce, initial());
 const playground = createPlayground();
 
-/** @returns {["auto"|"light"|"dark", function(string): void, string]} choice, its setter, and a text per set of colors */
+/** @returns {["auto"|"light"|"dark", function(string): void, string]} choice, its setter, and a text that changes with the colors */
 function useTheme() {
   const root = document.documentElement;
   const [theme, setTheme] = useState(root.dataset.theme || "auto");

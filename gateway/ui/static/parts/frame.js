@@ -73,7 +73,7 @@ export function Connectivity({ state }) {
       ? "The page shows the last known state and connects again by itself."
       : "The page connects by itself as soon as the gateway answers."}<//>`}
     ${connected && inference.reachable === false && html`<${Notice} tone="warn">The inference service does not answer${inference.since
-      ? html`, since <${Since} at=${inference.since} />` : ""}. Clouds still answer where a route has one; local models return when it does.<//>`}
+      ? html`, since <${Since} at=${inference.since} />` : ""}. Clouds still answer where a route has one; local models answer again when the service does.<//>`}
     ${connected && html`<${Missing} nodes=${inference.nodes} />`}
   </div>`;
 }

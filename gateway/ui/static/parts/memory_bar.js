@@ -31,13 +31,13 @@ function Mark({ at, scale, label, kind }) {
 
 function Bar({ device, blocks }) {
   const { models, accounts, free, scale } = blocks;
-  const said = [
+  const contents = [
     ...models.map(({ id, bytes: size }) => `${id} ${bytes(size)}`),
     ...accounts.map(({ id, bytes: size }) => `${ACCOUNTS[id]} ${bytes(size)}`),
     `free ${bytes(free)}`,
   ].join(", ");
   const levels = Object.entries(device.pressure_levels || {});
-  return html`<div class="memory" role="img" aria-label=${`${placeOf(device)}, ${bytes(device.total_bytes)}: ${said}`}>
+  return html`<div class="memory" role="img" aria-label=${`${placeOf(device)}, ${bytes(device.total_bytes)}: ${contents}`}>
     <div class="marks above">
       <${Mark} at=${device.usable_bytes} scale=${scale} kind="limit" label=${`models up to ${bytes(device.usable_bytes)}`} />
       ${device.limit_bytes < device.total_bytes && device.limit_bytes !== device.usable_bytes && html`<${Mark} at=${device.limit_bytes} scale=${scale} kind="limit" label=${`limit ${bytes(device.limit_bytes)}`} />`}

@@ -12,8 +12,8 @@ import { html, useMemo, useState } from "../vendor/preact-htm.js";
 const figure = (model, name) => (model.figures || {})[name];
 const status = (model) => model.headgate || {};
 
-/** Only a loaded model has a speed. */
-const speed = (model) => (LOADED.has(status(model).state) ? figure(model, "tokens_per_second") : null);
+/** Only a model on a device has a speed. */
+const speed = (model) => (ON_DEVICE.has(status(model).state) ? figure(model, "tokens_per_second") : null);
 
 function kvHits({ kv } = {}) {
   if (!kv) return "–";
@@ -31,8 +31,8 @@ function stateOf(model) {
   return state === "loading" && !missing(model.progress) ? `loading ${Math.round(100 * model.progress)} %` : state;
 }
 
-const LOADED = new Set(["ready", "busy", "loading", "restoring", "draining"]);
-const likely = (model) => (LOADED.has(status(model).state) ? "unload" : "load");
+const ON_DEVICE = new Set(["ready", "busy", "loading", "restoring", "draining"]);
+const likely = (model) => (ON_DEVICE.has(status(model).state) ? "unload" : "load");
 
 function Buttons({ model, context }) {
   const [key, name] = [modelKey(model), model.node ? `${model.id} on ${model.node}` : model.id];
