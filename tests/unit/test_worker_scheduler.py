@@ -573,6 +573,12 @@ def test_queue_is_full_for_all_priorities_only_without_room(
     assert _details(estimate, requested, room) == expected
 
 
+def test_message_of_a_full_queue_counts_free_slots_as_room() -> None:
+    """Twelve sequences may run or wait; with the queue of eight alone there would be no room for ten."""
+    error = QueueEstimate(FOUR_SLOTS).queue_full(11, 10)
+    assert error.message == "the request needs 11 sequences; this model has room for 10 more, running and queued"
+
+
 @pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "with all slots taken"])
 @pytest.mark.parametrize("taken", range(13))
 def test_queue_with_room_for_one_is_not_full_for_all_priorities(steps: int, taken: int) -> None:

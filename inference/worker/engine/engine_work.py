@@ -119,7 +119,7 @@ class QueueEstimate:
             wait = max(1.0, math.ceil(self._seconds * (requested - room) / slots))
         return WorkerError(
             Code.QUEUE_FULL,
-            f"the request needs {requested} sequences; the queue of this model (size {queue}) has room for {room}",
+            f"the request needs {requested} sequences; this model has room for {room} more, running and queued",
             retry_after=wait,
             details=None if room else {FULL_FOR: [*Priority]},
         )
