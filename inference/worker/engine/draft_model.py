@@ -105,7 +105,7 @@ class DraftModel:
         return len(candidate.tokens) - (held.agreed if held.job == candidate.job else 0)
 
     def removed(self, slot: int, start: int) -> None:
-        """Removes the tokens here as well."""
+        """Removes these tokens from the context of the draft model as well."""
         held = self._held[slot]
         held.agreed = min(held.agreed, start)
         if start < len(held.tokens):

@@ -76,14 +76,16 @@ SamplerFactory = Callable[[Sampling, int, Constraint | None], TokenSampler]
 
 @dataclass(slots=True)
 class _Running:
+    """A choice of a request. `has_output`: its first output was sent. `started`: when its first row was computed."""
+
     ticket: Ticket[Output]
     generation: Generation
     logprobs: int | None
     max_unread: int
     max_delay_seconds: float
-    answers: bool = True
+    generates: bool = True
     scoring: Scoring | None = None
-    begun: bool = False
+    has_output: bool = False
     started: float | None = None
 
 
@@ -166,33 +168,35 @@ class Engine:
 
     def kv_sequences(self) -> Future[Sequence[SequenceRow]]:
         """See `SequenceControl`, as for the next two methods."""
-        return self._asked(lambda: sequence_commands.rows(self._scheduler, self._transfers.store, self._clock()))
+        return self._between_steps(
+            lambda: sequence_commands.rows(self._scheduler, self._transfers.store, self._clock())
+        )
 
     def clear_kv(self, tenant: str | None) -> Future[int]:
         """Removes stored sequences, and those in slots that no request uses."""
-        return self._asked(lambda: sequence_commands.clear(self._scheduler, self._transfers.store, tenant))
+        return self._between_steps(lambda: sequence_commands.clear(self._scheduler, self._transfers.store, tenant))
 
     def pin_kv(self, ids: Collection[str], seconds: float) -> Future[int]:
         """Pins sequences for `seconds` from now."""
-        return self._asked(lambda: sequence_commands.pin(self._scheduler, self._transfers, ids, seconds))
+        return self._between_steps(lambda: sequence_commands.pin(self._scheduler, self._transfers, ids, seconds))
 
     def wake(self) -> None:
         """Makes the engine look at its store."""
         self._runner.wake()
 
-    def _asked(self, question: Callable[[], T]) -> Future[T]:
-        """The answer of `question`, which runs on the engine thread between two steps; after its end, the reason."""
+    def _between_steps(self, command: Callable[[], T]) -> Future[T]:
+        """Runs `command` on the engine thread between two steps. Once the thread has ended, the future fails."""
         future: Future[T] = Future()
 
-        def answer() -> None:
+        def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(question())
+                future.set_result(command())
             except Exception as error:
                 future.set_exception(error)
 
-        self._control(answer)
+        self._control(run)
         if (reason := self._runner.ended) is not None and future.cancel():
             future = Future()
             future.set_exception(reason)
@@ -381,7 +385,7 @@ class Engine:
     def _sample(self, running: _Running, job: int, index: int) -> int | None:
         """Draws the next token of `job`; returns it, or None if the answer ends with it."""
         generation = running.generation
-        if not running.answers:
+        if not running.generates:
             spent = Output(generation.choice, "", generation.tokens, generation.cached or 0, finish="length")
             self._finish(running, job, spent)
             return None
@@ -415,8 +419,8 @@ class Engine:
         too many unread outputs is suspended.
         """
         ticket = running.ticket
-        if running.max_delay_seconds == 0 or not running.begun:
-            running.begun = True
+        if running.max_delay_seconds == 0 or not running.has_output:
+            running.has_output = True
             self._outbox.put(ticket, output)
         elif not self._outbox.hold(ticket, output, self._clock() + running.max_delay_seconds):
             return  # joined with an output that is already counted
@@ -459,9 +463,9 @@ class Engine:
                 generation.resume(work.prefix)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
             max_delay_seconds = work.max_delay_seconds if work.logprobs is None and not work.score_prompt else 0.0
-            answers = work.max_tokens > work.prefix.tokens
+            generates = work.max_tokens > work.prefix.tokens
             self._running[job.id] = _Running(
-                ticket, generation, work.logprobs, max_unread, max_delay_seconds, answers, scoring
+                ticket, generation, work.logprobs, max_unread, max_delay_seconds, generates, scoring
             )
 
     def _message_starts(self, prompt: Sequence[int]) -> Sequence[int]:

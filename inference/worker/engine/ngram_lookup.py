@@ -28,7 +28,7 @@ T = TypeVar("T", int, np.ndarray)
 class NgramLookup:
     """The positions behind all pairs of tokens of one sequence, for one answer.
 
-    The last two tokens must occur earlier: one matches by chance, and after a difference three miss what follows.
+    The last two tokens must occur earlier: a single one matches by chance, and three match too late after a difference.
     A hash table keeps the last position of each pair, or of another pair with the same hash. It has at least one
     entry per token and is built again when it becomes too small, so that a token costs constant time on average.
     """

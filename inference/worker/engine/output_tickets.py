@@ -1,7 +1,7 @@
 """Transfers outputs from the engine thread to the requests on the event loop.
 
 Each delivered output costs time in every process on its way. Text that may wait is therefore joined with the next text
-of its choice. It is sent by its due time at the latest, estimated from the next step, and with the end of its choice.
+of its choice. It is sent with the end of its choice, or earlier if the next step would end after its due time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ticket(Generic[T]):
         if not self._outputs and not self.gone:
             self._waiter = self._loop.create_future()
             self._last_output_at = self._loop.time()
-            self._timer = self._loop.call_later(seconds, self._look, seconds)
+            self._timer = self._loop.call_later(seconds, self._check_wait, seconds)
             try:
                 await self._waiter
             finally:
@@ -114,10 +114,10 @@ class Ticket(Generic[T]):
             if self.on_room is not None:
                 self.on_room()
 
-    def _look(self, seconds: float) -> None:
+    def _check_wait(self, seconds: float) -> None:
         left = self._last_output_at + seconds - self._loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look, seconds)
+            self._timer = self._loop.call_later(left, self._check_wait, seconds)
         else:
             self._wake()
 

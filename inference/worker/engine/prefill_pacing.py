@@ -55,8 +55,8 @@ def weight(decoding: int, prompts: int) -> float:
 class Pace:
     """The measured pace: `tokens` prompt tokens have a counted time of STEP_SECONDS. A step has at most `max_tokens`.
 
-    `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. If more prompts than streams
-    wait, a second of delay uses up less of it (`weight`).
+    `credit_seconds`: how long streams may still be delayed beyond MIXED_SECONDS per step. If there are more prompts
+    than streams, a second of delay uses up less of it (`weight`).
 
     If a token always takes the same time, steps stay within the limits: the estimate grows to at most its double per
     step and never beyond the pace of the last measured step. The time of a step is divided equally among prompt tokens

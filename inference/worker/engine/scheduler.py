@@ -45,11 +45,11 @@ OLDEST_PART = 4
 
 STRETCH_PART = 4
 """A step may exceed its budget by the budget divided by this number, if that completes a prompt. The rest of the prompt
-would otherwise delay all sequences with a first token once more."""
+would otherwise delay all streams once more."""
 
 LAST_PART = 2
-"""A step may exceed its budget by the budget divided by this number, if that completes all prompts and more prompts
-than streams wait. No later step then delays the streams."""
+"""A step may exceed its budget by the budget divided by this number, if that completes all prompts and there are
+more prompts than streams. No later step then delays the streams."""
 
 WORTH_PART = 2
 """A prompt that does not fit gets a piece only if the rest of the budget is at least the budget divided by this number.
@@ -61,7 +61,7 @@ Propose = Callable[[Sequence[Candidate], int], Sequence[Sequence[int]]]
 """(candidates, each with `most` of at least 1; number of jobs in the step) -> the next tokens proposed for each."""
 
 MIN_FETCH_SECONDS = 1.0
-"""A job waits at least so long for its sequence from disk."""
+"""A job waits this long for its sequence from disk, or longer if computing the sequence takes longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class _Run:
     `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
     `passed`: an image of the prompt did not fit into the last step. `proposed`: tokens in the cells of the slot behind
     `computed`, of which the next drawn one may be the first. `stops`: positions at which a step ends, so that
-    the slot gets a checkpoint there, ascending. `fetched`: a sequence on disk that the job waits for until
+    the slot gets a checkpoint there, ascending. `awaited`: a sequence on disk that the job waits for until
     `fetch_until`; `sought`: it was looked for.
     """
 
@@ -86,7 +86,7 @@ class _Run:
     passed: bool = False
     proposed: Sequence[int] = ()
     stops: Sequence[int] = ()
-    fetched: StoredSequence | None = None
+    awaited: StoredSequence | None = None
     fetch_until: float = 0.0
     sought: bool = False
 
@@ -236,9 +236,9 @@ class Scheduler:
 
         Before the step at most `transfers` sequences are stored or loaded.
 
-        The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if more
-        prompts than streams wait. A step without prompts also computes the tokens that `propose` returns; it requires
-        that the end of a slot can be removed (`can_trim`, no window).
+        The budget may be exceeded by a quarter to complete a prompt, and by half to complete all prompts if there
+        are more prompts than streams. A step without prompts also computes the tokens that `propose` returns; this
+        requires that the end of a slot can be removed (`can_trim`, no window).
         """
         assert not self._pending, "the result of the last step was not reported"
         self._now = now
@@ -378,15 +378,15 @@ class Scheduler:
             if run.sought:
                 continue
             run.sought = True
-            run.fetched = self.slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
-            if run.fetched is not None:
+            run.awaited = self.slots.on_disk(run.tokens, run.job.tenant, self._reusable(run))
+            if run.awaited is not None:
                 # A longer wait would take longer than computing the tokens again.
-                run.fetch_until = now + max(MIN_FETCH_SECONDS, run.fetched.compute_seconds)
-                self.slots.fetch(run.fetched)
+                run.fetch_until = now + max(MIN_FETCH_SECONDS, run.awaited.compute_seconds)
+                self.slots.fetch(run.awaited)
 
     @staticmethod
     def _is_fetching(run: _Run, now: float) -> bool:
-        return run.fetched is not None and run.fetched.fetching and now < run.fetch_until
+        return run.awaited is not None and run.awaited.fetching and now < run.fetch_until
 
     @property
     def _free(self) -> int:
@@ -526,7 +526,7 @@ class Scheduler:
                 return
 
     def _preempt(self) -> bool:
-        """Takes the slot of the running job with the fewest tokens; False if that has to wait.
+        """Takes the slot from the running job with the fewest tokens and empties it; False if emptying has to wait.
 
         The oldest job keeps its slot, so that jobs end.
         """

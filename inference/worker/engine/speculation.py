@@ -214,16 +214,14 @@ class Speculation:
             times.unmeasured = 0
             times.plain.append(seconds)
 
-    def _length(
-        self, candidate: Candidate, answer: AcceptanceRate, times: _Times, needed: float, sequences: int
-    ) -> int:
+    def _length(self, candidate: Candidate, rate: AcceptanceRate, times: _Times, needed: float, sequences: int) -> int:
         """How many proposed tokens are worth their time, if a token must be accepted with the probability `needed`."""
         if needed == math.inf:
             return 0
         is_promising = MARGIN * FIRST_RATIO * sequences < 1
         if not self._source.is_free and is_promising and len(times.proposal) < MIN_STEPS:
             return COSTLY_TRIAL_TOKENS
-        share = answer.share(self._rate.share(FIRST_RATE))
+        share = rate.share(self._rate.share(FIRST_RATE))
         if needed < share:  # the n-th proposal is worth its time while share ** n >= needed
             least = share**MAX_PROPOSED
             return MAX_PROPOSED if needed <= least else int(math.log(needed) / math.log(share))

@@ -32,7 +32,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _ImageOffset:
-    """An image in a sequence that starts at cell `start` and takes `saved` fewer positions than cells."""
+    """An image that starts at cell `start` of its sequence, and takes `saved` fewer positions than cells."""
 
     start: int
     saved: int
@@ -80,7 +80,7 @@ class VisionBackend:
         """
         parts = [self._parts(row) for row in rows]
         if all(len(of_row) == 1 and of_row[0].tile is None for of_row in parts):
-            return self._backend.decode([self._moved(of_row[0]) for of_row in parts])
+            return self._backend.decode([self._at_position(of_row[0]) for of_row in parts])
         before = {row.slot: self._image_offsets[row.slot] for row in rows}
         status, last = self._compute(parts)
         if status is not OK:
@@ -97,11 +97,11 @@ class VisionBackend:
             for part in now:
                 if part.tile is not None and (status := self._decode_image(part, part.tile)) is not OK:
                     return status, []
-            if texts := [self._moved(part) for part in now if part.tile is None]:
+            if texts := [self._at_position(part) for part in now if part.tile is None]:
                 status, _last = self._backend.decode(texts)
                 if status is not OK:
                     return status, []
-        ends = [self._moved(of_row[-1]) for of_row in parts if of_row[-1].tile is None]
+        ends = [self._at_position(of_row[-1]) for of_row in parts if of_row[-1].tile is None]
         if not ends:
             return OK, [-1] * len(parts)
         status, found = self._backend.decode(ends)
@@ -126,7 +126,8 @@ class VisionBackend:
     def _position(self, slot: int, cell: int) -> int:
         return cell - sum(offset.saved for offset in self._image_offsets[slot] if offset.start < cell)
 
-    def _moved(self, part: _Part) -> _Part:
+    def _at_position(self, part: _Part) -> _Part:
+        """The part for llama.cpp: its `start` is a position instead of a cell."""
         start = self._position(part.slot, part.start)
         return part if start == part.start else _Part(part.slot, start, part.tokens, part.sample, part.every)
 
