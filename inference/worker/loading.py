@@ -106,7 +106,7 @@ def _draft(grant: Grant, model: llama.Model, context: llama.Context, tail: LogTa
     """The draft model of the grant; raises LoadError."""
     if grant.draft is None:
         return None
-    tail.add_up()
+    tail.keep_buffers()
     try:
         return open_draft(grant, model, context)
     except LoadError as error:
@@ -152,7 +152,7 @@ def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
     try:
         context = _context(grant, loaded.model, _pooling(loaded.model, grant), on_gpu=False)
         context.inherit(loaded.context)
-        tail.add_up()
+        tail.keep_buffers()
         draft = None if loaded.draft is None else reopen_draft(grant, loaded.draft)
     except LoadError as error:
         raise _explained(error, tail) from None

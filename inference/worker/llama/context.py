@@ -63,8 +63,8 @@ class Context:
         self._logits_row = ctypes.c_float * model.n_vocab
         self._logits_views: dict[int, np.ndarray] = {}
         is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
-        is_pool = bool(params.kv_unified) and self.pooling <= 0 and not lib.llama_model_is_recurrent(model.handle)
-        self.cells = int(params.n_ctx) if is_pool else 0
+        shares_cells = bool(params.kv_unified) and self.pooling <= 0 and not lib.llama_model_is_recurrent(model.handle)
+        self.cells = int(params.n_ctx) if shares_cells else 0
         """Cells that all sequences share, 0 if each has its own. Copies share the cells of their source."""
         self.n_ctx_seq = self.n_ctx // (1 if params.kv_unified else self.n_slots)
         """The maximum number of cells of one sequence."""
@@ -78,8 +78,8 @@ class Context:
         n_swa = int(lib.llama_model_n_swa(model.handle))
         swa_cells = min(self.n_ctx_seq, n_swa + self.n_ubatch)
         self.window_cells = n_swa if self.cells else -(-swa_cells // CELLS_STEP) * CELLS_STEP
-        """Cells that a sequence has at least in sliding-window layers (`llama_kv_cache_iswa`). In a pool, all sequences
-        take the cells of tokens outside the window of their sequence, even if others are free."""
+        """Cells that a sequence has at least in sliding-window layers (`llama_kv_cache_iswa`). In a pool, new tokens of
+        any sequence take cells that are outside the window of the sequence that has them, even if others are free."""
         self.window = 0 if params.swa_full and not self.cells else n_swa
         """Tokens that sliding-window layers attend to, if they have fewer cells than the context; else 0."""
         if self.window_cells >= self.n_ctx_seq or self.pooling > 0:
@@ -253,7 +253,7 @@ class Context:
         if not every and at > self.n_outputs and np.count_nonzero(wanted[:at]) > self.n_outputs:
             return Decode.BAD_BATCH, []
         self._batch.n_tokens = at
-        return self._computed(self._batch), last
+        return self._compute(self._batch), last
 
     def decode_image(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, non_causal: bool) -> Decode:
         """Computes the embeddings `rows` (float32) of an image as cells of `slot`, without logits.
@@ -281,12 +281,12 @@ class Context:
         if non_causal:
             lib.llama_set_causal_attn(self.handle, False)
         try:
-            return self._computed(batch)
+            return self._compute(batch)
         finally:
             if non_causal:
                 lib.llama_set_causal_attn(self.handle, True)
 
-    def _computed(self, batch: Any) -> Decode:
+    def _compute(self, batch: Any) -> Decode:
         """Computes a batch and waits for its end.
 
         On a device `llama_decode` returns earlier, and the first call that reads outputs waits. These calls hold the

@@ -11,8 +11,8 @@ from inference.worker.worker_errors import LoadError
 from inference.worker_link import Grant
 
 MAX_PADDING = 128
-"""Vocabularies of one family may differ in this number of unused tokens at their end (SPEC_VOCAB_MAX_SIZE_DIFFERENCE of
-llama.cpp)."""
+"""Vocabularies of one family may differ by up to this number of unused tokens at their end
+(SPEC_VOCAB_MAX_SIZE_DIFFERENCE of llama.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)

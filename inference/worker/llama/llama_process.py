@@ -74,14 +74,14 @@ class LogTail:
         if self._level >= _LEVEL_WARN:
             self._echo(line)
 
-    def add_up(self) -> None:
-        """Adds the buffers from now on to those so far: they belong to another model, and replace none of them."""
+    def keep_buffers(self) -> None:
+        """Keeps the buffers so far: later ones belong to another model, and are added instead of replacing them."""
         self._earlier.update(self._buffers)
         self._buffers = {}
 
     def forget_context(self) -> None:
         """Removes all buffers except the weights, because the contexts were freed."""
-        self.add_up()
+        self.keep_buffers()
         self._earlier = Counter({key: size for key, size in self._earlier.items() if key[1] == "weights"})
 
     @property

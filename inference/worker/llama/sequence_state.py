@@ -47,7 +47,7 @@ _HEAD_BYTES = 8
 
 
 def partial_at(context: Any, slot: int) -> int:
-    """Where the partial state begins in the whole state; 0 if the whole state is all of it."""
+    """Where the partial state begins in the whole state; 0 if both are equal."""
     at = count_bytes(context, slot) - count_bytes(context, slot, partial=True) + _HEAD_BYTES
     return at if at > _HEAD_BYTES else 0
 

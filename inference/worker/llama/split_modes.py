@@ -78,7 +78,7 @@ class Division:
     caches: tuple[tuple[float, ...], ...]
 
     def cache_bytes(self, total: int, sizes: Sequence[float]) -> list[int]:
-        """The bytes of each device of caches with `total` bytes, of which a layer has its share of `sizes`."""
+        """How many of the `total` bytes of caches each device has. `sizes`: relative sizes of the caches of layers."""
         here = [size if any(parts) else 0.0 for size, parts in zip(sizes, self.caches, strict=True)]
         whole = sum(here) or 1.0
         each = ([part * size for part in parts] for size, parts in zip(here, self.caches, strict=True))
