@@ -116,8 +116,8 @@ def _compiled(source: str) -> jinja2.Template:
 def main(argv: list[str]) -> None:
     """The child: answers each request `[source, variables]` with `[kind, text]`.
 
-    The kind is `text` with the prompt (empty if `variables` is null: only compiles), or with an error `refused` (the
-    template failed) or `invalid` (it did not compile). `argv` holds `[cpu_seconds, memory_bytes]` as JSON.
+    The kind is `text` with the prompt (empty if `variables` is null: only compiles), `refused` with an error of the
+    template, or `invalid` with the reason why it does not compile. `argv` holds `[cpu_seconds, memory_bytes]` as JSON.
     """
     cpu_seconds, memory_bytes = orjson.loads(argv[0])
     compiled: dict[str, jinja2.Template] = {}
