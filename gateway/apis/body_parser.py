@@ -20,7 +20,7 @@ MAX_NESTING = 100
 """Levels of arrays and objects; deeper bodies are attacks on a parser, not requests."""
 
 MAX_VALUES = 250_000
-"""Values in arrays and objects; a prompt of token ids for the longest known context has fewer."""
+"""Limit of values in arrays and objects; a prompt of 131,072 token ids has fewer."""
 
 _TOO_DEEP = f"the body is nested deeper than {MAX_NESTING} levels; flatten it"
 

@@ -53,7 +53,7 @@ def unknown_model(name: str, known: Iterable[str]) -> RequestError:
 
 
 def models_of(runtime: Runtime, key: Key) -> dict[str, dict[str, Any]]:
-    """The models that `key` may use, by id: named routes first, then models of the inference service."""
+    """The models that `key` may use, by id: named routes, then, if there is a route `*`, all local models."""
     local = runtime.view.models
     found: dict[str, dict[str, Any]] = {}
     for name, route in runtime.config.routes.items():

@@ -122,7 +122,7 @@ def _message(error: GatewayError, code: str) -> str:
 
 
 def _own_name(error: GatewayError) -> str | None:
-    """The parameter under the client's name. Indices of messages are removed: the provider got other messages."""
+    """The parameter under the client's name; only `messages` if it has the indices of translated messages."""
     param = error.param
     if param is None:
         return None
