@@ -1,7 +1,7 @@
 """Compiles llama-cpp-python and checks that the build computes on this CPU.
 
-It needs only the standard library, because it runs before packages are installed. The installed libraries are searched
-for each requested backend, without loading them, because pip may have cached a wheel that lacks one.
+It needs only the standard library, because it runs before packages are installed. pip may have cached a wheel that
+lacks a requested backend, so the installed libraries are searched for each of them, without loading them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EngineBuild:
             else:
                 failure = self.proof()
                 if failure is not None and not compiled:
-                    print(f"  {failure}; it was not compiled now, so it is compiled again", file=sys.stderr)
+                    print(f"  {failure}; this build was made earlier, so it is compiled again", file=sys.stderr)
                     self._compile(requirement, options.arguments, anew=True)
                     failure = self.proof()
             if failure is None:

@@ -79,7 +79,7 @@ class Supervisor:
         self._forced = False
         self.stopping = False
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The exit status for `up`, after a failure of a child that ends all."""
+        """The exit status for `up`, once a failure of a child ends all children."""
 
     def begin(self) -> None:
         """Starts the children that do not run, and those that wait after a usage error."""

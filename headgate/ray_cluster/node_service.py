@@ -52,8 +52,8 @@ class NodeService:
         self._port = settings.port or _free_port(host)
         self._retry_seconds = retry_seconds
         self._environ = service_environ(environ, name, settings)
-        self._known = load_environ(self._environ)  # with `.env`, which the service reads itself
-        scheme = "https" if self._known.get("INFERENCE_TLS_CERTIFICATE") else "http"
+        self._environ_with_dotenv = load_environ(self._environ)  # the service itself reads `.env`, too
+        scheme = "https" if self._environ_with_dotenv.get("INFERENCE_TLS_CERTIFICATE") else "http"
         url = f"{scheme}://{f'[{address}]' if ':' in address else address}:{self._port}"
         words = ["inference", "--host", host, "--port", str(self._port)]
         if settings.config_dir is not None:
@@ -62,7 +62,7 @@ class NodeService:
             "inference",
             argv or headgate_argv(*words),
             self._environ,
-            _drain_seconds(self._known) + DRAIN_MARGIN_SECONDS,
+            _drain_seconds(self._environ_with_dotenv) + DRAIN_MARGIN_SECONDS,
             was_ready=True,  # a failed first start is tried again, too
         )
         self._lines = LineWriter()
@@ -123,7 +123,7 @@ class NodeService:
                 await asyncio.sleep(self._retry_seconds)
                 self._supervisor.begin()
             elif process is not None and self.report.state is not State.READY:
-                answer = await asyncio.to_thread(health, self.report.url, self._known, process.pid)
+                answer = await asyncio.to_thread(health, self.report.url, self._environ_with_dotenv, process.pid)
                 if answer is not None and child.process is process:
                     self._set(state=State.READY, was_ready=True, epoch=str(answer.get("epoch", "")), detail="")
             await asyncio.sleep(POLL_SECONDS)

@@ -229,7 +229,7 @@ class _Connection(asyncio.Protocol):
         self._on_end: Callable[[BrokenError | None], None] | None = None
         self._head_bytes = 0
         self._complete = False
-        self._keeps = False
+        self._is_kept_alive = False
 
     # --- called by Answer and Hop --------------------------------------------------------------------------------
     @property
@@ -280,7 +280,7 @@ class _Connection(asyncio.Protocol):
             self.set_reading(True)
             self.listen(lambda _: None, on_end)
             return
-        if self._complete and self._keeps and self._keep is not None and not self.is_closed:
+        if self._complete and self._is_kept_alive and self._keep is not None and not self.is_closed:
             self._renew()
             self.set_reading(True)
             self._idle_since = self._loop.time()
@@ -366,4 +366,4 @@ class _Connection(asyncio.Protocol):
         """Marks the response as complete."""
         if self._parser.get_status_code() >= 200:
             self._complete = True
-            self._keeps = self._parser.should_keep_alive()
+            self._is_kept_alive = self._parser.should_keep_alive()

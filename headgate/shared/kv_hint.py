@@ -13,7 +13,7 @@ MAX_PIN_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class KvHint:
-    """`keep`: the tokens are kept before those without a hint. `drop`: they are not kept. `pin`: they are kept for
+    """`keep`: the tokens are kept rather than those without a hint. `drop`: they are not kept. `pin`: they are kept for
     `seconds` after the request; `seconds` is 0 for the other kinds.
     """
 

@@ -91,7 +91,7 @@ class LineWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> None:
-        """Queues `line` without its line feed."""
+        """Queues `line`, which has no line feed yet."""
         raw = (line + "\n").encode("utf-8", "backslashreplace")
         with self._changed:
             if self._bytes and self._bytes + len(raw) > self._max_bytes:

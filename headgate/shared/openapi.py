@@ -45,21 +45,21 @@ _JSON = "application/json"
 
 def completed(
     described: Mapping[str, Any],
-    hot: Mapping[str, Mapping[str, Any]],
+    bodies: Mapping[str, Mapping[str, Any]],
     keyless_paths: Collection[str],
     streams: Collection[str] = (),
     parts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A completed copy of FastAPI's document `described`.
 
-    `hot` has the paths (POST) that FastAPI does not serve, with the JSON schemas of their bodies; those in `streams`
+    `bodies` has the paths (POST) that FastAPI does not serve, with the JSON schemas of their bodies; those in `streams`
     also answer with server-sent events. `parts` are the schemas that the bodies refer to, by name. `keyless_paths` need
     no key.
     """
     found = copy.deepcopy(dict(described))
     paths = found.setdefault("paths", {})
-    for path, body in hot.items():
-        paths[path] = {"post": _hot(path, body, is_stream=path in streams)}
+    for path, body in bodies.items():
+        paths[path] = {"post": _operation(path, body, is_stream=path in streams)}
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     schemas |= parts or {}
     for name in _FASTAPIS_OWN:
@@ -78,7 +78,7 @@ def completed(
     return found
 
 
-def _hot(path: str, body: Mapping[str, Any], *, is_stream: bool) -> dict[str, Any]:
+def _operation(path: str, body: Mapping[str, Any], *, is_stream: bool) -> dict[str, Any]:
     content: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
     if is_stream:
         content["text/event-stream"] = {}

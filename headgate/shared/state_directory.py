@@ -92,7 +92,7 @@ class StateDir:
     def read_secret(self, name: str) -> str | None:
         """The secret in file `name`, or None when the file is missing or empty.
 
-        Raises HeadgateError for a file to which other users have access, that cannot be read, or that holds no key.
+        Raises HeadgateError for a file to which other users have access, that cannot be read, or that is not printable.
         """
         path = self.file(name)
         advice = "move it away; the next start creates a new one"
@@ -172,8 +172,8 @@ class MachineLock:
         self.path = path
 
     @classmethod
-    def acquire(cls, environ: Mapping[str, str], describe: Mapping[str, Any]) -> MachineLock:
-        """Takes the lock and writes `describe` (pid, url) into its file.
+    def acquire(cls, environ: Mapping[str, str], holder: Mapping[str, Any]) -> MachineLock:
+        """Takes the lock and writes `holder` (pid, url) into its file.
 
         Raises AlreadyRunningError that names the holder, and HeadgateError when the file cannot be opened.
         """
@@ -188,15 +188,15 @@ class MachineLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(handle, 4096, 0).decode("utf-8", "replace").strip()
+            text = os.pread(handle, 4096, 0).decode("utf-8", "replace").strip()
             os.close(handle)
             raise AlreadyRunningError(
-                f"an inference service already manages the GPUs of this machine ({_holder(holder)}); "
+                f"an inference service already manages the GPUs of this machine ({_described(text)}); "
                 f"stop that service, or use it"
             ) from None
         with contextlib.suppress(OSError):  # another user's file: locked, but without the holder's description
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(dict(describe)).encode(), 0)
+            os.pwrite(handle, json.dumps(dict(holder)).encode(), 0)
         return cls(handle, path)
 
     def release(self) -> None:
@@ -228,7 +228,8 @@ def _open_lock(path: Path) -> int:
     return handle
 
 
-def _holder(text: str) -> str:
+def _described(text: str) -> str:
+    """The holder in the text of a lock file, for messages."""
     try:
         description = json.loads(text)
         return ", ".join(f"{key} {value}" for key, value in description.items())

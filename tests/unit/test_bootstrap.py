@@ -427,7 +427,7 @@ def test_cached_build_that_does_not_compute_is_compiled_with_the_same_arguments(
     setup = _set_up(clone, ["cached rpc", "rpc"], proofs=["this build is broken"])
     assert [step.split(" install")[0] for step in setup.compiled] == ["-DGGML_RPC=ON"] * 2
     assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True]
-    assert "it was not compiled now, so it is compiled again" in capsys.readouterr().err
+    assert "this build was made earlier, so it is compiled again" in capsys.readouterr().err
 
 
 def test_arguments_that_do_not_compile_are_skipped(clone: Path) -> None:

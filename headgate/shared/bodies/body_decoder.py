@@ -109,8 +109,8 @@ def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
     `path` is the endpoint, for the message about an unknown field. It is empty on the local hop, where `HOP_FIELDS` are
     accepted. Fields whose JSON names begin with `$` are internal and are refused.
     """
-    if not _not_sent(type_, bool(path)).isdisjoint(given):
-        refuse_unknown(next(name for name in given if name in _not_sent(type_, bool(path))), type_, "", path)
+    if not _internal_fields(type_, bool(path)).isdisjoint(given):
+        refuse_unknown(next(name for name in given if name in _internal_fields(type_, bool(path))), type_, "", path)
     prepare(type_)
     try:
         body = msgspec.convert(given, type_)
@@ -133,7 +133,7 @@ def prepare(type_: Any) -> None:
 
 
 @functools.cache
-def _not_sent(type_: type[Body], is_public: bool) -> frozenset[str]:
+def _internal_fields(type_: type[Body], is_public: bool) -> frozenset[str]:
     names = type_.__struct_encode_fields__
     return frozenset(name for name in names if name.startswith("$") or (is_public and name in HOP_FIELDS))
 
@@ -167,7 +167,10 @@ def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
 
 
 def as_json(body: msgspec.Struct) -> dict[str, Any]:
-    """A body, or an object from inside a body, as a new JSON object; absent fields are left out."""
+    """A body, or an object from inside a body, as a new JSON object; absent and internal fields are left out.
+
+    `origin` and `$from_messages` are internal fields of `ChatRequest` (`gateway.apis.openai.generation_request`).
+    """
     if getattr(body, "origin", None) is not None:
         body = msgspec.structs.replace(body, origin=None)
     found: dict[str, Any] = msgspec.to_builtins(body)
@@ -423,8 +426,8 @@ def check_parameters(given: Mapping[str, Any], names: Set[str]) -> None:
         if value is None or name not in names:
             continue
         if (problem := BY_NAME[name].problem(value)) is not None:
-            is_refused = BY_NAME[name].only is not None
-            refuse(name, f"`{name}` {problem}", UNSUPPORTED if is_refused else INVALID)
+            code = INVALID if BY_NAME[name].only is None else UNSUPPORTED
+            refuse(name, f"`{name}` {problem}", code)
 
 
 CHECKED = frozenset(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)

@@ -401,7 +401,7 @@ Chat = TypeVar("Chat", bound=ChatBody)
 def decode_chat(given: Mapping[str, Any], type_: type[Chat], path: str) -> Chat:
     """The chat request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
     body = decode(given, type_, path)
-    _complete(body, body.messages, given)
+    _check_messages_and_keep_extra(body, body.messages, given)
     check_parameters(given, CHECKED)
     return body
 
@@ -409,17 +409,18 @@ def decode_chat(given: Mapping[str, Any], type_: type[Chat], path: str) -> Chat:
 def decode_tokenize(given: Mapping[str, Any]) -> TokenizeBody:
     """The body of `/tokenize` in parsed JSON; raises InvalidBodyError."""
     body = decode(given, TokenizeBody, "")
-    _complete(body, body.messages or (), given)
+    _check_messages_and_keep_extra(body, body.messages or (), given)
     if body.prompt is not None:
         _check_prompt(body.prompt, "prompt")
     return body
 
 
-def _complete(body: Body, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
+def _check_messages_and_keep_extra(body: Body, messages: Sequence[Message], given: Mapping[str, Any]) -> None:
     """Checks the messages of a chat, and keeps the undeclared fields of the objects in its body."""
     for index, (message, raw) in enumerate(zip(messages, given.get("messages") or (), strict=True)):
-        declared = 2 if message.tool_call_id is None else 3
-        if len(raw) == declared and type(message.content) is str and (declared == 3 or message.role != "tool"):
+        # The usual message has a role, a text and perhaps `tool_call_id`: there is nothing to check or to keep.
+        usual = 2 if message.tool_call_id is None else 3
+        if len(raw) == usual and type(message.content) is str and (usual == 3 or message.role != "tool"):
             continue
         _check_message(message, f"messages[{index}]")
         if keep_extra(message, raw):

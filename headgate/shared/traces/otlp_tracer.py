@@ -1,7 +1,7 @@
 """Exports spans by OTLP over HTTP with OpenTelemetry's SDK.
 
 A thread of the SDK makes the spans of many requests from plain data, one after the other, and sends them in a batch: in
-the middle of a request the same work takes three times as long, because the processor's caches hold other code. Its
+the middle of a request the same work takes three times as long, because the CPU's caches hold other code. Its
 queue is bounded: with a slow or dead collector spans are dropped, and requests continue.
 """
 
@@ -135,7 +135,7 @@ class Tracer:
         self._processor = processor
 
     def begin(self, headers: Mapping[str, str]) -> SpanContext:
-        """The context of the span of a request with these headers: a child of the client's span, or of a new trace."""
+        """The context of the span of a request with these headers: a child of the client's span, or a trace's root."""
         remote = parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
         if remote is None:
             trace_id = new_trace_id()
