@@ -89,10 +89,10 @@ def test_valid_commands_are_parsed(given: Any, order: Order) -> None:
         ({"do": "refuse_after"}, "refuse_after needs the parameter count"),
         ({"do": "suspend", "pid": 7}, "suspend needs the parameter device"),
         ({"do": "resume", "device": "gpu-0"}, "resume needs the parameter pid"),
-        ({"do": "shrink", "bytes": 1.5}, "bytes must be a number"),
+        ({"do": "shrink", "bytes": 1.5}, "bytes must be a whole number"),
         ({"do": "slow", "seconds": -1}, "seconds must be a number"),
         ({"do": "slow", "seconds": math.nan}, "seconds must be a number"),
-        ({"do": "foreign", "bytes": True}, "bytes must be a number"),
+        ({"do": "foreign", "bytes": True}, "bytes must be a whole number"),
     ],
 )
 def test_invalid_commands_are_rejected_with_a_reason(given: Any, words: str) -> None:

@@ -16,7 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cut": ("", "every connection is cut and the device is lost until `return`"),
     "return": ("", "a lost device is back, empty, with its capacity"),
     "stall": ("", "nothing passes in either direction until `heal`"),
-    "unstall": ("", "ends stall alone"),
+    "unstall": ("", "ends only stall"),
     "slow": ("seconds", "each request is delayed by `seconds`"),
     "pace": ("seconds", "each computation takes at least `seconds`, one after the other, without use of the CPU"),
     "shrink": ("bytes", "the device reports another capacity; allocations stay"),
@@ -73,5 +73,6 @@ def parse(data: object, devices: list[str]) -> Order:
 def _amount(parameter: str, value: Any) -> float:
     allowed = int if parameter in _WHOLE else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or value < 0 or not math.isfinite(value):
-        raise ValueError(f"{parameter} must be a number of 0 or more, not {value!r}")
+        kind = "whole number" if parameter in _WHOLE else "number"
+        raise ValueError(f"{parameter} must be a {kind} of 0 or more, not {value!r}")
     return value
