@@ -71,11 +71,11 @@ class BuildCheck:
         if folder is None:
             return  # the workers report it
         build = Build.at(folder)
-        if (changed := self._changed(build)) is None:
+        if (why := self._why_check(build)) is None:
             return
-        log.info("checking that llama.cpp computes on this CPU: %s", changed)
+        log.info("checking that llama.cpp computes on this CPU: %s", why)
         if (failure := await self._failure(START_SECONDS)) is not None:
-            raise BrokenBuildError(_sentence(build, f"{failure} ({changed})"))
+            raise BrokenBuildError(_sentence(build, f"{failure} ({why})"))
         log.info("llama.cpp computes on this CPU: %s", build.cpu)
         self._keep({"passed": asdict(build)})
 
@@ -93,7 +93,7 @@ class BuildCheck:
     async def _check_again(self) -> bool:
         log.warning("a worker crashed at its first step; checking that llama.cpp computes on this CPU")
         try:
-            failure = await self._failure(RECHECK_SECONDS, decided=True)
+            failure = await self._failure(RECHECK_SECONDS, raises=True)
         except HelperError as error:
             log.warning("the check of llama.cpp has no result (%s); the crash is attributed to the model", error)
             self._doubt = None
@@ -108,17 +108,17 @@ class BuildCheck:
         self.broken(_sentence(build, failure))
         return False
 
-    async def _failure(self, seconds: float, *, decided: bool = False) -> str | None:
-        """Why the build fails, or None. With `decided`, failures of the helper itself are raised as HelperError."""
+    async def _failure(self, seconds: float, *, raises: bool = False) -> str | None:
+        """Why the build fails, or None. With `raises`, a failed helper that no signal ended raises HelperError."""
         try:
             answer = await self._run("proof", {}, seconds=seconds)
         except HelperError as error:
-            if decided and (error.status is None or error.status >= 0):
+            if raises and (error.status is None or error.status >= 0):
                 raise
             return str(error)
         return answer.get("error")
 
-    def _changed(self, build: Build) -> str | None:
+    def _why_check(self, build: Build) -> str | None:
         """Why the build must be checked, or None when it was checked."""
         kept = load_state_file(self._path, _object, "llama.cpp is checked again") or {}
         stamp = _read(self._stamp)

@@ -3,8 +3,8 @@
     {"operation": "suspend" | "resume", "pid": PID, "seconds": S}    {"seconds": duration} or {"error": message}
     {"operation": "test", "seconds": S}                              the same
 
-The test suspends a process that is not a child of the suspending one, like workers, because a system may allow the one
-and forbid the other.
+In the test, as with workers, the suspended process is not a child of the suspending one: a system may allow children
+only.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ TEST_SECONDS = 60.0
 CALL_SECONDS = 15.0
 """Timeout of each call of a test."""
 SPARE_SECONDS = 10.0
-"""Added to the timeouts of the calls for the start of the helper."""
+"""Added for the start of the helper to the timeouts of its calls."""
 
 
 @dataclass(frozen=True, slots=True)

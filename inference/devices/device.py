@@ -1,7 +1,7 @@
 """The readings of devices, and the environment in which a process sees only some of them.
 
 Devices have the ids `cpu`, `gpu-0`, ... `free_bytes` can be allocated now. `used_bytes` includes Headgate's own use,
-which the ledger subtracts, because per-process figures are not known everywhere.
+because per-process figures are not known everywhere; the ledger subtracts it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _joined(values: list[str]) -> str:
         return values[0]
     if len(set(values)) == len(values):
         return ",".join(values)
-    return ",".join(str(index) for index in range(len(values)))  # each value is index 0 of an already narrowed set
+    return ",".join(str(index) for index in range(len(values)))  # "0" of each device in ROCR_VISIBLE_DEVICES
 
 
 def grants_of(devices: Sequence[Reading]) -> tuple[DeviceGrant, ...]:

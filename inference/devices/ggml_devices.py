@@ -31,7 +31,8 @@ _VARIABLES = {
 }
 _AMD = ("HIP", "ROCm")
 _FIRST_NAME = {"CUDA": "CUDA0", "HIP": "ROCm0", "ROCm": "ROCm0", "Vulkan": "Vulkan0"}
-_NO_HOST_ACCELERATOR = ("cpu", "accel")
+_HOST_TYPES = ("cpu", "accel")
+"""ggml's types of devices that compute with the CPU; they are no accelerators."""
 _UNIFIED = ("MTL", "Metal")
 """Backends whose devices use host memory, as integrated GPUs (`igpu`) of all backends do."""
 
@@ -41,7 +42,7 @@ Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
 class GgmlProbe(Probe):
     """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's order.
 
-    `probe` lists them (see `list_devices` in `inference.devices.ggml_job`) and raises HelperError.
+    `listing` lists them (see `list_devices` in `inference.devices.ggml_job`) or raises HelperError.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class GgmlProbe(Probe):
         *,
         root: Path = Path("/"),
         nvml: NvmlReader | None = None,
-        probe: Listing | None = None,
+        listing: Listing | None = None,
     ) -> None:
         self._environ = environ
         self._root = root
         self._nvml = nvml or NvmlReader()
-        self._list = probe or _probe
+        self._list = listing or _listed
         self._pci: dict[str, str] = {}
         self._readings: tuple[Reading, ...] = ()
 
@@ -66,7 +67,7 @@ class GgmlProbe(Probe):
     async def start(self) -> None:
         """Lists the devices once. After a failure, which is logged, there are none."""
         try:
-            found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
+            found = [item for item in await self._list() if item["type"] not in _HOST_TYPES]
         except HelperError as error:
             log.warning("cannot list accelerators; continuing without: %s", error)
             return
@@ -157,7 +158,7 @@ class GgmlProbe(Probe):
     async def _probed(self, readings: Sequence[Reading]) -> dict[str, Reading]:
         """The current figures of these devices from the helper."""
         try:
-            found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
+            found = [item for item in await self._list() if item["type"] not in _HOST_TYPES]
         except HelperError as error:
             return {reading.id: _unread(reading, str(error)) for reading in readings}
         if len(found) == len(self._readings):
@@ -171,7 +172,7 @@ class GgmlProbe(Probe):
         return {reading.id: self._among(reading, listed, why) for reading in readings}
 
     def _among(self, reading: Reading, listed: Mapping[str, Mapping[str, Any]], why: str) -> Reading:
-        """The figures of a device after the list has changed: only a UUID still identifies the same device."""
+        """The figures of a device in a changed list. Without a UUID its environment may select another device now."""
         address = self._pci[reading.id]
         item = listed.get(canonical_pci(address)) if address else None
         if item is None:
@@ -181,7 +182,7 @@ class GgmlProbe(Probe):
         return _measured(reading, item["total_bytes"], item["free_bytes"])
 
 
-async def _probe() -> list[dict[str, Any]]:
+async def _listed() -> list[dict[str, Any]]:
     answer = await run_helper("devices", {}, seconds=PROBE_SECONDS)
     return list(answer["devices"])
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LONG, WIDE, HIGH = 256, 128, 64
-"""The trial multiplies matrices of WIDE x LONG and HIGH x LONG numbers, too many for the kernels of single tokens."""
+"""The trial multiplies matrices of WIDE x LONG and HIGH x LONG numbers; kernels for single tokens are not used."""
 F32 = 0
 """ggml's number of the type float32."""
 _METADATA_BYTES = 2**20

@@ -97,7 +97,7 @@ class Found(GgmlProbe):
     """The devices listed in `path`: figures and health are those of NVML, and workers compute on them."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__({}, probe=self._listing)
+        super().__init__({}, listing=self._listing)
         self._path = path
 
     def readings(self) -> tuple[Reading, ...]:

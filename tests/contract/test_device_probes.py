@@ -50,7 +50,7 @@ async def nvidia(root: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
         machine = SimMachine(root, devices.control, reserved_bytes=8 * MIB)
         for name, value in machine.env.items():
             patch.setenv(name, value)
-        yield GgmlProbe({}, probe=machine.listing)
+        yield GgmlProbe({}, listing=machine.listing)
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ async def test_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypat
         machine = SimMachine(tmp_path, control)
         for name, value in machine.env.items():
             monkeypatch.setenv(name, value)
-        nvidia = GgmlProbe({}, probe=machine.listing)
+        nvidia = GgmlProbe({}, listing=machine.listing)
         await nvidia.start()
         for command in ({}, {"do": "foreign", "device": "gpu-1", "bytes": 100 * MIB}, {"do": "shrink", "bytes": MIB}):
             machine.tell(**{"do": "status", **command})

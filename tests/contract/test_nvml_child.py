@@ -171,7 +171,7 @@ async def test_devices_have_names_uuids_and_figures_of_nvml(
     stub: NvmlStub, outer: dict[str, str], pinned: list[str]
 ) -> None:
     """The order is that of llama.cpp, figures and UUIDs are those of NVML, a configured selection is narrowed."""
-    probe = GgmlProbe(outer, probe=listing)
+    probe = GgmlProbe(outer, listing=listing)
     await probe.start()
     first, second = probe.readings()
     assert (first.id, first.uuid, first.free_bytes, first.ggml_name) == ("gpu-0", SECOND, 16 * GIB - GIB // 4, "CUDA0")
@@ -186,7 +186,7 @@ async def test_devices_have_names_uuids_and_figures_of_nvml(
 
 
 async def test_unreadable_device_has_a_reason_until_it_is_readable(stub: NvmlStub) -> None:
-    probe = GgmlProbe({}, probe=listing)
+    probe = GgmlProbe({}, listing=listing)
     await probe.start()
     signs: list[list[Sign]] = []
     notes: list[str] = []
@@ -215,7 +215,7 @@ async def test_probe_child_measures_without_a_working_nvml(stub: NvmlStub) -> No
     """Containers often have the driver without NVML: the devices are usable."""
     stub.errors = [("all", 9, "")]
     stub.write()
-    probe = GgmlProbe({}, probe=listing)
+    probe = GgmlProbe({}, listing=listing)
     await probe.start()
     await probe.refresh()
     assert [(reading.free_bytes, reading.sign) for reading in probe.readings()] == [(9, Sign.HEALTHY)] * 2

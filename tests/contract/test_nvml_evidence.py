@@ -108,7 +108,7 @@ async def test_missing_library_is_tried_again(
 # --- as the devices of the machine show it ----------------------------------------------------------------------------
 async def test_readings_say_how_healthy_the_device_is_and_why(stub: NvmlStub) -> None:
     """The order is that of llama.cpp: the second device is the first card."""
-    probe = GgmlProbe({}, probe=listing)
+    probe = GgmlProbe({}, listing=listing)
     await probe.start()
     found: list[list[Sign]] = []
     for errors, actions, gpus in (
@@ -131,7 +131,7 @@ async def test_readings_say_how_healthy_the_device_is_and_why(stub: NvmlStub) ->
 
 async def test_trial_of_a_missing_device_is_reported(stub: NvmlStub) -> None:
     """The real helper looks for the listed device."""
-    probe = GgmlProbe({}, probe=listing)
+    probe = GgmlProbe({}, listing=listing)
     await probe.start()
     with pytest.raises(HelperError, match=r"trial of gpu-1 failed: device gpu-1 \(CUDA0\) is not visible"):
         await probe.trial("gpu-1")

@@ -149,7 +149,7 @@ class _Probe(GgmlProbe):
     """NVML reports the state of the devices, and the simulator computes."""
 
     def __init__(self, machine: SimMachine, nvml: NvmlReader | None) -> None:
-        super().__init__({}, nvml=nvml, probe=machine.listing)
+        super().__init__({}, nvml=nvml, listing=machine.listing)
         self._machine = machine
 
     def readings(self) -> tuple[Reading, ...]:

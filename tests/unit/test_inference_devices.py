@@ -184,7 +184,7 @@ async def test_amd_devices_are_read_from_sysfs(root: Path) -> None:
     """Figures are read at each refresh; a device with a unique id is selected by it."""
     amd_files(root, "0000:01:00.0", used=GIB, unique_id="9b8c7d6e5f4a\n")
     amd_files(root, "0000:02:00.0", used=0)
-    probe = GgmlProbe({}, root=root, probe=lister(listed("ROCm", 2)))
+    probe = GgmlProbe({}, root=root, listing=lister(listed("ROCm", 2)))
     await probe.start()
     await probe.refresh()
     first, second = probe.readings()
@@ -210,7 +210,7 @@ async def test_amd_devices_are_read_from_sysfs(root: Path) -> None:
 )
 async def test_indices_of_hip_are_relative_to_the_outer_set(root: Path, outer: dict[str, str], pinned: str) -> None:
     """An outer ROCR list is applied first; the CUDA variable is used if that of HIP is unset."""
-    probe = GgmlProbe(outer, root=root, probe=lister(listed("ROCm", 2)))
+    probe = GgmlProbe(outer, root=root, listing=lister(listed("ROCm", 2)))
     await probe.start()
     assert probe.readings()[1].environment == {"HIP_VISIBLE_DEVICES": pinned}
 
@@ -218,7 +218,7 @@ async def test_indices_of_hip_are_relative_to_the_outer_set(root: Path, outer: d
 async def test_other_devices_are_read_by_the_probe_child(root: Path) -> None:
     """Vulkan devices are selected by index; integrated and Metal devices use host memory."""
     items = listed("Vulkan", 1) + listed("MTL", 1, pci=None) + listed("SYCL", 1, type="igpu")
-    probe = GgmlProbe({}, root=root, probe=lister(items))
+    probe = GgmlProbe({}, root=root, listing=lister(items))
     await probe.start()
     assert [reading.unified for reading in probe.readings()] == [False, True, True]
     assert [dict(reading.environment) for reading in probe.readings()] == [{"GGML_VK_VISIBLE_DEVICES": "0"}, {}, {}]
@@ -229,7 +229,7 @@ async def test_other_devices_are_read_by_the_probe_child(root: Path) -> None:
 
 async def test_unreadable_devices_keep_their_figures_with_a_note(root: Path) -> None:
     items = listed("Vulkan", 2)
-    probe = GgmlProbe({}, root=root, probe=lister(items))
+    probe = GgmlProbe({}, root=root, listing=lister(items))
     await probe.start()
     gone = items.pop()
     await probe.refresh()
@@ -249,11 +249,11 @@ async def test_failing_probe_finds_no_devices_at_start_and_makes_known_devices_u
             raise HelperError("it died")
         return answers.pop()
 
-    probe = GgmlProbe({}, root=root, probe=listing)
+    probe = GgmlProbe({}, root=root, listing=listing)
     await probe.start()
     await probe.refresh()
     assert (probe.readings()[0].sign, probe.readings()[0].note) == ("uncertain", "it died")
-    empty = GgmlProbe({}, root=root, probe=listing)
+    empty = GgmlProbe({}, root=root, listing=listing)
     await empty.start()
     await empty.refresh()
     assert empty.readings() == ()

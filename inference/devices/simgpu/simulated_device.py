@@ -180,7 +180,7 @@ class Device:
                 await self.open()
 
     def _processes(self) -> dict[int, int]:
-        """The bytes of each process, if it reports them."""
+        """The bytes of each process, if the device reports them."""
         found: dict[int, int] = {}
         for number, link in self._links.items() if self._tells else ():
             if link.owner is not None and (count := self.memory.bytes_of(number)):
@@ -220,7 +220,7 @@ class Device:
         except OSError as error:
             for link in links:
                 link.relay.open()
-            lost = f"lost its connection to {self.id} during the copy: {error}"
+            lost = f"lost its connection to {self.id} before the copy: {error}"
             problem = f"is using {self.id}" if isinstance(error, TimeoutError) else lost
             raise StateError(f"process {pid} {problem}") from None
 
@@ -272,7 +272,7 @@ class Device:
         loop = asyncio.get_running_loop()
         server: Server | None = None
         account = _Account(self, number)
-        is_good = False
+        is_reusable = False
         try:
             if first := await loop.sock_recv(client, FIRST_BYTES):
                 server = await self._servers.take()
@@ -285,7 +285,7 @@ class Device:
                     if self._tells:
                         await self._find_owner(link)
                     await relay.run(first)
-            is_good = not account.has_granted
+            is_reusable = not account.has_granted
         except (OSError, WireError, NoServerError) as error:
             log.warning("%s: connection %d is closed: %s", self.id, number, error)
         except asyncio.CancelledError:
@@ -296,7 +296,7 @@ class Device:
             self.memory = self._settled().end(number, _now())
             del self._connections[number]
             if server is not None:
-                await asyncio.shield(self._servers.give_back(server) if is_good else server.end())
+                await asyncio.shield(self._servers.give_back(server) if is_reusable else server.end())
 
 
 class _Account:

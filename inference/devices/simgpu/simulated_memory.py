@@ -36,7 +36,7 @@ class Memory:
     `failures_left`: number of allocations to refuse (infinity: all). `successes_left`: number of allocations that
     succeed before one is refused (None: no refusal). `late_seconds`: delay of freed bytes (infinity: until `settle`).
     `late`: tuples (due, bytes). `context_bytes`: what a new connection takes; `pool_bytes`: what it takes more while it
-    computes, in steps of `POOL_STEPS`.
+    computes, in `POOL_STEPS` steps.
     """
 
     capacity_bytes: int
@@ -89,7 +89,7 @@ class Memory:
 
     # --- clients ---------------------------------------------------------------------------------------------------
     def connected(self, connection: int) -> Memory:
-        """A client begins to use the device; its context takes what is left at most."""
+        """A client begins to use the device; its context takes at most what is left."""
         return self._with_outside(connection, min(self.context_bytes, self.free_bytes))
 
     def computed(self, connection: int) -> Memory:
@@ -108,7 +108,7 @@ class Memory:
         return replace(after, counters=replace(self.counters, peak_bytes=peak))
 
     def request(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
-        """Requests an allocation; returns whether it is granted. Then `created` or `creation_failed` must follow."""
+        """Requests an allocation; returns whether it is granted; if so, `created` or `creation_failed` must follow."""
         after, granted = self._decided(size_bytes)
         return (after._with_pending(connection, size_bytes), True) if granted else (after, False)
 
