@@ -32,7 +32,7 @@ from headgate.shared.state_directory import INVALID_KEY, fits_a_header
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """The configuration in force for `config_dir`; raises ConfigError with every problem, each with file and line.
+    """The configuration in force for `config_dir`; raises ConfigError with the problems and their places.
 
     `overrides` are top-level settings from the command line; None values are ignored.
     """

@@ -136,9 +136,8 @@ class Keys:
             )
         if scope not in found[0].scopes:
             if not any(scope in key.scopes for key in self._keys):
-                advice = (
-                    "no key with this scope is configured; set GATEWAY_ADMIN_KEY" if scope == "admin" else "none can"
-                )
+                variable = "GATEWAY_ADMIN_KEY" if scope == "admin" else "GATEWAY_API_KEY"
+                advice = f"no key with this scope is configured; set {variable}"
             else:
                 advice = "use another key"
             raise RequestError(Code.PERMISSION_DENIED, f"this key lacks the scope `{scope}`; {advice}")

@@ -166,7 +166,7 @@ class Breakers:
         self._by_provider: dict[str, dict[str, Breaker]] = {}
         """The same breakers by provider and model."""
         self.generation = 0
-        """The number of replaced providers. A request keeps the number it began with and gives it to `acquire`."""
+        """How often a provider was replaced. A request keeps the number it began with and gives it to `acquire`."""
         self._replaced: dict[str, int] = {}
         """The generation in which each replaced provider was replaced."""
         self._skipped_until: dict[tuple[str, str, str], float] = {}

@@ -18,7 +18,7 @@ LAST_BLOCKS = 8
 """Remembered of a prompt: its last blocks, where the next turn continues, and of the earlier ones the first, second,
 fourth, eighth and so on. Another prompt with the same beginning thus finds at least half of it."""
 MAX_NODES = 8
-"""Nodes that `best` returns beside those of `among`."""
+"""Up to this number of nodes, `best` adds others to those of `among`."""
 
 
 class PrefixIndex:

@@ -101,7 +101,7 @@ class ChainRunner:
         return self._first(work)
 
     def whole(self) -> Awaitable[tuple[dict[str, Any], Answer | None]]:
-        """The whole answer as one object; after an interrupted stream the next candidate answers.
+        """The whole answer as one object. Only the same local model resumes it; otherwise the next candidate answers.
 
         For a local candidate the answer is returned too, and the caller closes it after sending the object. The stream
         of a cloud is closed before this returns.

@@ -132,7 +132,7 @@ class UsageService:
         return await self._read_file(lambda file: file.sums(by, since, until))
 
     async def _read_file(self, read: Callable[[UsageFile], T]) -> T:
-        """What `read` returns, in a thread; raises RequestError for a file that cannot be read."""
+        """What `read` returns, in a thread; raises RefusedError for a file that cannot be read."""
 
         def run() -> T:
             with closing(UsageFile(self._directory)) as file:
@@ -142,11 +142,11 @@ class UsageService:
             async with asyncio.timeout(READ_SECONDS):
                 return await asyncio.to_thread(run)
         except TimeoutError:
-            raise RequestError(
+            raise RefusedError(
                 Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose a shorter period"
             ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
-            raise RequestError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error
+            raise RefusedError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error
 
     def _read(self) -> tuple[Budgets, list[StoredKey]]:
         month = month_of(time.time())

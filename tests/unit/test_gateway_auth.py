@@ -51,9 +51,12 @@ def test_keys_of_the_environment_replace_the_generated_one(state: StateDir) -> N
     assert (caught.value.code, caught.value.status) == (Code.PERMISSION_DENIED, 403)
 
 
-def test_message_without_an_admin_key_names_the_variable(state: StateDir) -> None:
+def test_message_without_a_key_of_the_scope_names_the_variable(state: StateDir) -> None:
     with pytest.raises(RequestError, match="set GATEWAY_ADMIN_KEY"):
         Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(_bearer("u"), "admin")
+    operators = Keys.load([_setting("o", scopes=["admin"])], {}, state)
+    with pytest.raises(RequestError, match="`use`; no key with this scope is configured; set GATEWAY_API_KEY"):
+        operators.admit(_bearer("o"), "use")
 
 
 @pytest.mark.parametrize(
