@@ -77,8 +77,8 @@ class Account:
 
     def is_idle(self, limits: Limits, now: float) -> bool:
         """Whether this account can be dropped without an effect on limits."""
-        past = settled(self, limits, now)
-        return not past.running and past.requests == 0 and past.tokens == 0
+        current = settled(self, limits, now)
+        return not current.running and current.requests == 0 and current.tokens == 0
 
 
 @dataclass(frozen=True, slots=True)

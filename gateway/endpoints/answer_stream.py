@@ -53,7 +53,7 @@ async def relay(
         if wire is None or not wire.is_free or isinstance(frames[-1], Done):
             return False
         observe(frames[0])
-        answer.attempt.note_begun()
+        answer.attempt.note_content()
         wire.write(writer.write(frames))
         return True
 
@@ -66,7 +66,7 @@ async def relay(
 
     try:
         await send_head(send, exchange, [(b"content-type", writer.media_type), *_HEADERS])
-        frames = answer.begin()
+        frames = answer.first_frames()
         before = time.perf_counter()
         answer.pass_on(pass_on)
         while not isinstance(frames[-1], Done):

@@ -76,7 +76,7 @@ class ColdPlacement:
             if lease is not None:
                 self._held[model] = lease
                 self._spawn(self._release_when_listed(lease, model, view), "placement lease")
-            elif (name := await _loaded(model, view, FOLLOW_SECONDS)) is not None:
+            elif (name := await _wait_until_loaded(model, view, FOLLOW_SECONDS)) is not None:
                 self._note(model, name)  # by another gateway
                 return
         costs = await asyncio.gather(*(_ask(node, model) for node in nodes))
@@ -97,13 +97,13 @@ class ColdPlacement:
     async def _release_when_listed(self, lease: Lease, model: str, view: FleetView) -> None:
         """Keeps the lease until the load is listed, so that another gateway sees it."""
         try:
-            await _loaded(model, view, LEASE_SECONDS)
+            await _wait_until_loaded(model, view, LEASE_SECONDS)
         finally:
             del self._held[model]
             await self._leases().release(lease)
 
 
-async def _loaded(model: str, view: FleetView, seconds: float) -> str | None:
+async def _wait_until_loaded(model: str, view: FleetView, seconds: float) -> str | None:
     """The node on which a model is loaded, or will be soon; None if none is listed within `seconds`."""
     for _ in range(max(1, round(seconds / _LOOK_SECONDS))):
         if (name := next(iter(view.table.loaded(model)), None)) is not None:

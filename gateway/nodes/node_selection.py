@@ -62,7 +62,7 @@ class NodeSelection:
         """Nodes that are used only if no other is left."""
         self._blocks: dict[str, PrefixBlocks | None] = {}
         self.has_other = False
-        """Whether a node other than the last chosen one could take the request too."""
+        """Whether a node other than the last chosen one could take the request too, avoided nodes not counted."""
 
     def failed(self, node: str, model: str, verdict: Verdict, why: str) -> None:
         """An attempt on `node` failed: it is not used again for `model`, or at all if the service itself failed."""

@@ -77,7 +77,7 @@ class Attempt:
         state.record.note_attempt()
         self.backlog: list[Frame] = []
         self._settled = False
-        self._begun = False
+        self._has_content = False
 
     async def begin(self) -> None:
         """Opens the stream and waits for its first byte."""
@@ -103,13 +103,13 @@ class Attempt:
                 elif is_committed or (forward_comments and self.last and self._grace_is_over()):
                     self.backlog.append(frame)
                     is_committed = True
-        self.note_begun()
+        self.note_content()
 
-    def note_begun(self) -> None:
+    def note_content(self) -> None:
         """Records, once, that content has arrived: the success of a probe and the time to the first token."""
-        if self._begun or not self.reader.answered:
+        if self._has_content or not self.reader.answered:
             return
-        self._begun = True
+        self._has_content = True
         self._lease.first_token()
         self._state.note_first_token()
 

@@ -78,7 +78,7 @@ class Answer:
         self._stalled: set[Candidate] = set()
         """Candidates whose attempt ended with keep-alives only."""
 
-    def begin(self) -> list[Frame]:
+    def first_frames(self) -> list[Frame]:
         """The frames that have arrived; at least one."""
         frames = [*self.attempt.backlog, *self.attempt.reader.ready()]
         self._note(frames)
@@ -98,7 +98,7 @@ class Answer:
                 except (UpstreamError, ExpiredError) as error:
                     return await self._after(error)
                 frames += self.attempt.reader.ready()
-            self.attempt.note_begun()
+            self.attempt.note_content()
             if joined := self._join(frames):
                 return joined
 
@@ -355,7 +355,7 @@ async def assemble(answer: Answer) -> dict[str, Any]:
             return False
         return True
 
-    frames, is_passed_on = answer.begin(), False
+    frames, is_passed_on = answer.first_frames(), False
     while True:
         try:
             _read(frames, assembly)

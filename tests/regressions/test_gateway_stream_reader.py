@@ -262,7 +262,7 @@ def test_time_of_opening_is_not_part_of_the_silence_after_the_first_frame() -> N
 async def test_comments_after_the_first_content_are_forwarded() -> None:
     attempt = Attempt.__new__(Attempt)
     attempt.last, attempt.backlog = True, []
-    attempt._begun, attempt._is_replaceable = True, False
+    attempt._has_content, attempt._is_replaceable = True, False
     attempt._lease = Lease((), Breakers(Rule()), ("p", "m"))
     attempt._state = SimpleNamespace(context=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
     attempt.reader = reader_of(FakeResponse(PING_BYTES + ROLE + PROGRESS + WORD_BYTES + PROGRESS + WORD_BYTES))
