@@ -11,6 +11,7 @@ from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.estimate.header_formula import Parts
 from inference.estimate.model_estimate import Estimate
+from inference.settings import ModelSpec
 from tests.rigs.authority_checks import CheckedWorld
 from tests.rigs.authority_world import MIB, configuration
 
@@ -31,6 +32,8 @@ class StepWorld(CheckedWorld):
         """MiB beyond buffers that were learned, oldest first"""
         self.levels: dict[str, str] = {}
         """The level of each message in `log`."""
+        self.learned_from: list[ModelSpec] = []
+        """The settings whose head-room was learned from ends of workers, oldest first."""
         super().__post_init__()
 
     def _perform(self, effect: effects.Effect) -> None:
@@ -43,6 +46,8 @@ class StepWorld(CheckedWorld):
                 self.errors[command] = error
             case effects.LearnOverhead(_, observed_bytes, _):
                 self.overheads.append(observed_bytes // MIB)
+            case effects.LearnShortage(_, spec, _, _, _) | effects.LearnGoodEnd(spec, _):
+                self.learned_from.append(spec)
             case effects.Log(level, message):
                 self.log.append(message)
                 self.levels[message] = level

@@ -14,6 +14,8 @@ from inference.authority.views.inference_metrics import cooldown_seconds
 from inference.devices.signs import Sign
 from inference.errors import DeviceLost, InvalidRequestError, MemoryRefused, ModelFailed, Shortage
 from inference.protocol import ExitCause, ModelState
+from inference.settings import InferenceConfig
+from tests.rigs.authority_world import configuration
 from tests.rigs.step_world import StepWorld
 from tests.rigs.step_world import begin as begin_world
 
@@ -24,6 +26,11 @@ S = ModelState
 
 def begin(**keys: Any) -> StepWorld:
     return begin_world({"a": keys}, {"a": 160}, gpus=("gpu-0",))
+
+
+def configured(**keys: Any) -> InferenceConfig:
+    """As of `begin`, for a reload."""
+    return configuration({"a": {"parallel": 1, "min_residency": 0, **keys}})
 
 
 def fail_load(world: StepWorld, cause: ExitCause = ExitCause.OOM_LOAD) -> None:
@@ -133,6 +140,34 @@ def test_model_that_lacked_memory_while_it_computed_is_loaded_with_a_smaller_bat
     world.live(5)
     world.leased("a")
     assert world.model("a").effective.ubatch == 128
+
+
+def test_shortage_of_a_worker_with_replaced_settings_is_not_a_shortage_of_the_new_ones() -> None:
+    """A reload changed the settings while the worker computed its last request."""
+    world = begin(oom_policy="reduce", context_length=4096)
+    world.leased("a")
+    before = world.model("a").spec
+    world.change(configured(oom_policy="reduce", context_length=1024))
+    world.end(world.model("a").worker or "", ExitCause.OOM_COMPUTE)
+    world.live(5)
+    model = world.model("a")
+    assert world.learned_from == [before]
+    assert (model.steps, model.reduced, model.shortages) == ((), None, ())
+    world.leased("a")
+    assert (model.effective.context_length, model.effective.ubatch) == (1024, before.ubatch)
+
+
+@pytest.mark.parametrize(("changes", "is_new"), [({"context_length": 1024}, False), ({"idle_timeout": 900.0}, True)])
+def test_normal_end_counts_for_the_settings_that_the_worker_had(changes: dict[str, Any], *, is_new: bool) -> None:
+    """Settings that change while the model stays loaded apply to its worker."""
+    world = begin(context_length=4096)
+    lease = world.leased("a")
+    before = world.model("a").spec
+    world.change(configured(**{"context_length": 4096, **changes}))
+    world.finish(lease)
+    world.command(events.Unload("a"))
+    world.live(5)
+    assert world.learned_from == [world.model("a").spec if is_new else before]
 
 
 def test_cpu_policy_loads_the_model_on_the_cpu_and_later_moves_it_back() -> None:

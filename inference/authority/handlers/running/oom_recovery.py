@@ -113,7 +113,13 @@ def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
         Short(device, worker.placement.need.get(device.id, 0), capacities.get(device.id, 0))
         for device in device_view.named(draft.state, _short(worker, exit), draft.now)
     )
-    draft.emit(LearnShortage(worker.id, draft.model(worker.model).effective, exit, short, _computing(exit)))
+    draft.emit(LearnShortage(worker.id, _settings_of(draft, worker), exit, short, _computing(exit)))
+
+
+def _settings_of(draft: Draft, worker: WorkerRecord) -> ModelSpec:
+    """The settings of a worker: the current ones of its model, unless it was loaded with others."""
+    current = draft.model(worker.model).effective
+    return current if set(current.changed(worker.spec)) <= ModelSpec.SOFT else worker.spec
 
 
 def ended_without_shortage(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
@@ -121,7 +127,7 @@ def ended_without_shortage(draft: Draft, worker: WorkerRecord, exit: WorkerExit)
     if exit.cause is ExitCause.REQUESTED and exit.was_ready:
         names = dict.fromkeys([*worker.placement.devices, CPU])
         devices = device_view.named(draft.state, names, draft.now)
-        draft.emit(LearnGoodEnd(draft.model(worker.model).effective, tuple(devices)))
+        draft.emit(LearnGoodEnd(_settings_of(draft, worker), tuple(devices)))
     draft.set_model(worker.model, shortages=())
     model = draft.model(worker.model)
     is_moved = model.target is not None or not draft.is_current(worker)  # the next worker has the same sizes
@@ -133,9 +139,11 @@ def after_shortage(draft: Draft, worker: WorkerRecord, event: ShortageLearned) -
     """A worker ran out of memory. True: the load is repeated at once with other settings or devices."""
     model = draft.model(worker.model)
     computing = _computing(event.exit)
-    draft.set_model(model.id, shortages=() if computing else event.shortages)
-    forget_estimates(draft, {model.effective})
-    if model.target is not None or model.removed:
+    settings = _settings_of(draft, worker)
+    is_replaced = settings != model.effective
+    draft.set_model(model.id, shortages=() if computing or is_replaced else event.shortages)
+    forget_estimates(draft, {settings})
+    if model.target is not None or model.removed or is_replaced:
         return False
     short = _short(worker, event.exit)
     if not model.spec.oom_policy:
