@@ -34,8 +34,8 @@ CREDIT_SECONDS = 4.0
 computed at once: a stream that pauses once ends earlier than a stream that is delayed at each token."""
 
 DEBT_SECONDS = LONGEST_SECONDS / 2
-"""How far the credit may fall below zero; the following steps repay it. A step that exceeds its budget by more has
-another cause than the scheduler, so only the measured pace is corrected."""
+"""How far the credit may fall below zero; the following steps repay it. A step that exceeds its budget by more
+does so for a reason outside the scheduler, so only the measured pace is corrected."""
 
 MIN_STEP_TOKENS = 32
 """Minimum prompt tokens of a step, even if they take longer; also the budget before the first measurement."""

@@ -19,7 +19,7 @@ class ContextStates:
         model = context.model
         self._context = context
         self._has_window = int(lib.llama_model_n_swa(model.handle)) > 0
-        self._has_partial = self._has_window or model.keeps_whole_state
+        self._has_partial = self._has_window or model.has_recurrent_state
         self._has_attention = not lib.llama_model_is_recurrent(model.handle)
         self._streams = 0
         self.can_trim = context.can_trim and not context.window

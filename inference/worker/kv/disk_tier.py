@@ -46,7 +46,7 @@ log = logging.getLogger("headgate.worker.kv")
 
 PIECE_BYTES = 2**20
 """Bytes that are read or written at a time; their checksum is computed while they are in the cache of the CPU."""
-HEAD_BYTES = 2**16
+FIRST_READ_BYTES = 2**16
 """Bytes that are read first to find out the size of a head."""
 PAUSE_SECONDS = 60.0
 """How long nothing is written after an error or a slow write."""
@@ -231,7 +231,7 @@ class DiskTier:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise InvalidEntryError("is not a regular file")
-        encoded = bytearray(HEAD_BYTES)
+        encoded = bytearray(FIRST_READ_BYTES)
         count = os.preadv(handle, [encoded], 0)
         header = decode_header(encoded[: min(count, HEADER_BYTES)])
         if header.all_bytes != status.st_size:

@@ -73,7 +73,10 @@ class Slot:
 
 
 class Reuse(NamedTuple):
-    """The first `tokens` tokens of `slot` can be reused, after going back to `checkpoint` if there is one."""
+    """The first `tokens` tokens of `slot` can be reused, after going back to `checkpoint` if there is one.
+
+    `slot` is None for tokens of a stored sequence, and without any tokens.
+    """
 
     slot: Slot | None
     tokens: int = 0

@@ -347,10 +347,10 @@ class Context:
         many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx_seq)
         row = _Row(0, 0, (token,) * many, every=self.pooling <= 0)
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
-        if self.pooling <= 0 and (self.window or self.model.keeps_whole_state):
+        if self.pooling <= 0 and (self.window or self.model.has_recurrent_state):
             size = sequence_state.count_bytes(self.handle, 0, partial=True)
             self.checkpoint_bytes = size * self.window // many if self.window else size
-        self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
+        self.can_trim = self.pooling <= 0 and not self.model.has_recurrent_state and self.remove(0, 1)
         self.forget_all()
         if status is not OK:
             raise LoadError(

@@ -81,7 +81,7 @@ def _context(own: Grant, draft: llama.Model, *, on_gpu: bool) -> llama.Context:
 
 def _check_removal(model: llama.Model, context: llama.Context, name: str) -> None:
     """Raises LoadError if rejected proposals cannot be removed from a context."""
-    if model.keeps_whole_state:
+    if model.has_recurrent_state:
         raise LoadError(
             ExitCause.STARTUP,
             f"draft is set, but {name} has recurrent layers, where rejected tokens cannot be removed; remove draft",

@@ -234,7 +234,7 @@ class Model:
         return bool(lib.llama_model_has_encoder(self.handle)) and bool(lib.llama_model_has_decoder(self.handle))
 
     @property
-    def keeps_whole_state(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether the model has recurrent states (recurrent or hybrid), whose parts cannot be removed or copied."""
         return bool(lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
 

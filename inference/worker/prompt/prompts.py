@@ -289,22 +289,22 @@ class Prompts:
         return tokens[0] if len(tokens) == 1 else None
 
     def _check_size(self, characters: int, param: str) -> None:
-        """Raises BadRequestError, before the text is tokenized, if any tokens of it would be too many."""
+        """Before tokenizing, raises BadRequestError if a text of this length has too many tokens in any case."""
         longest = self._tokenizer.longest_piece
         if longest is not None and (least := characters // longest) >= self._facts.context_length:
             raise self._too_long(least, param, "at least ")
 
-    def _too_long(self, prompt: int, param: str, about: str = "") -> BadRequestError:
+    def _too_long(self, tokens: int, param: str, about: str = "") -> BadRequestError:
         context = self._facts.context_length
         name, subject = _NAMES.get(param, (param, f"{param} takes"))
-        overflow = context_overflow(context, f"{subject} {about}{prompt} tokens")
+        overflow = context_overflow(context, f"{subject} {about}{tokens} tokens")
         is_generated = "embeddings" not in self._facts.capabilities
         room = f" A prompt of up to {context - 1} tokens leaves room for an answer." if is_generated else ""
         return BadRequestError(
             f"{overflow}{room} Shorten {name}, or use a model with a longer context.",
             param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
-            details={"context_length": context, "prompt_tokens": prompt, "max_tokens": None},
+            details={"context_length": context, "prompt_tokens": tokens, "max_tokens": None},
         )
 
     def _too_large(self, limit: int, param: str) -> BadRequestError:
