@@ -122,8 +122,8 @@ def test_requests_during_the_check_are_answered_and_end_with_the_service(stack: 
     """The port answers during the check; a gateway that listens to events does not delay the exit."""
     _state_with_doubted_build(stack)
     broken.breaks("late")
-    stack.inference.start()
     stack.front.start()
+    stack.inference.start()
     assert [model["id"] for model in stack.ask("/v1/models", direct=True)["data"]] == ["demo", "demo-mini"]
     assert http_status(stack.inference.url + "/readyz") == 503
     assert _refusal(stack, direct=True)["code"] == "shutting_down"
