@@ -82,6 +82,10 @@ class HubSource:
         """
         models = [name for name in names if name.lower().endswith(".gguf") and not is_projector(name)]
         models = sorted((name for name in models if _part(name) <= 1), key=lambda name: (len(name), name))
+        if not models:
+            raise ValueError(
+                f"{self.repository} has no GGUF model; look for a repository with the same name and -GGUF at its end"
+            )
         if self.file is not None:
             if self.file in models:
                 return self.file
@@ -98,10 +102,7 @@ class HubSource:
 
 
 def _choices(models: Sequence[str]) -> str:
-    shown = ", ".join(models[:20]) + (" ..." if len(models) > 20 else "")
-    if models:
-        return f"its models: {shown}"
-    return "it has no GGUF model; look for a repository with the same name and -GGUF at its end"
+    return f"its models: {', '.join(models[:20])}{' ...' if len(models) > 20 else ''}"
 
 
 def is_projector(name: str) -> bool:

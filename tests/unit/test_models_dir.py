@@ -159,7 +159,9 @@ def test_quantization_names_one_file(source: str, file: str) -> None:
         ("hf:o/r:Q2_K", NAMES, "no quantization Q2_K; its models: M-Q4_K_M.gguf, M-Q4_K_S.gguf"),
         ("hf:o/r:K_M", [f"a{at}.gguf" for at in range(30)], " ..."),
         ("hf:o/r", ["a.gguf", "b.gguf"], "several quantizations; name one of them"),
-        ("hf:o/r", ["a.safetensors"], "no GGUF model"),
+        ("hf:o/r", ["a.safetensors"], "o/r has no GGUF model; look for a repository"),
+        ("hf:o/r:Q4_K_M", ["mmproj.gguf"], "o/r has no GGUF model; look for a repository"),
+        ("hf:o/r/c.gguf", [], "o/r has no GGUF model; look for a repository"),
         ("hf:o/r/c.gguf", NAMES, "has no file c.gguf"),
     ],
 )
