@@ -218,7 +218,7 @@ class Sampler:
         return " ".join(self._random.choices(self._sentences, k=self._random.randint(1, 4)))[:1200]
 
     def _slip(self, text: str, chance: float) -> str:
-        """The question with variations, each with probability `chance`: case, truncation, additions, misspellings."""
+        """The question, varied with probability `chance`: case, an omission, an addition, or swapped letters."""
         draw = self._random
         if draw.random() >= chance:
             return text

@@ -187,7 +187,7 @@ def _exact(model: Llama, batch: Batch) -> float:
 def train(
     name: str, tokenizer: Tokenizer, *, seed: int, steps: int, minutes: float | None = None, bfloat16: bool = False
 ) -> Llama:
-    """Train the model `name` from scratch for `steps` steps of about 4,096 tokens, or for `minutes`."""
+    """Train the model `name` from scratch for `steps` steps of about 4,096 tokens, at most for `minutes`."""
     torch.manual_seed(seed)
     model = Llama(SIZES[name], tokenizer.get_vocab_size())
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]

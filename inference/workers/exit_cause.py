@@ -93,7 +93,7 @@ class ExitEvidence:
 
     `status`: exit status, or minus the signal number. `requested`, `hang`: the service ended it. `failed_cause`: the
     cause in its `failed` message. `hello_received`, `ready`: how far the start had come. `has_computed`: it completed a
-    step of a request. `build_is_trusted`: llama.cpp passed its check after a worker had crashed before its first step.
+    step of a request. `build_is_trusted`: llama.cpp passed its check after a worker had crashed at its first step.
     """
 
     status: int

@@ -56,9 +56,9 @@ class HangWatch:
         self._pauses: deque[Pause] = deque(maxlen=_MAX_PAUSES)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the worker has no unfinished task."""
-        return self._task_began is None
+    def has_task(self) -> bool:
+        """Whether the worker has an unfinished task: it starts, loads, or reads a file into memory."""
+        return self._task_began is not None
 
     def note_message(self, now: float) -> None:
         """A message arrived."""
@@ -94,7 +94,7 @@ class HangWatch:
             return f"no sign of life within {age_seconds:.0f} s of its start" if late else None
         if silent_seconds > limits.silence_seconds:
             return f"silent for {silent_seconds:.0f} s"
-        if not self.is_ready:
+        if self.has_task:
             return f"not loaded within {age_seconds:.0f} s" if age_seconds > limits.load_seconds else None
         if beat is None or beat.step_seconds is None:
             return None

@@ -1,6 +1,6 @@
 """The service's side of one worker process: start, messages, output, hang detection, and exit.
 
-A worker has ended when its pidfd or kqueue is readable (on systems without both: when its connection has ended and the
+A worker has ended when its pidfd or kqueue is readable (on systems with neither: when its connection has ended and the
 process can be reaped).
 """
 
@@ -342,7 +342,7 @@ class WorkerProcess:
             hang=self._hang is not None,
             failed_cause=self._failed.cause if self._failed else None,
             hello_received=self.hello.done(),
-            ready=self._watch.is_ready,
+            ready=not self._watch.has_task,
             has_computed=self._has_computed,
             build_is_trusted=self._build_is_trusted(),
             last_text="\n".join(self._lines),

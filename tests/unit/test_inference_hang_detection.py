@@ -70,7 +70,7 @@ def test_suspended_time_does_not_count_before_a_worker_is_ready(suspended: float
 def test_silence_counts_again_after_a_pause() -> None:
     watch = HangWatch(TIMEOUTS, 0.0)
     watch.end_task()
-    assert watch.is_ready
+    assert not watch.has_task
     watch.tick(100.0)
     assert watch.hang_reason(100.0, None, hello_received=True) is None
     _ticks(watch, 103.0, since=100.0)
