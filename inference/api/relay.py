@@ -81,7 +81,7 @@ class Relay:
         self._authority = authority
         self._tracer = tracer
         self._max_body_bytes = max_body_bytes
-        self._vocabulary = cold_tokenizer.Vocabulary()
+        self._cold_tokenizer = cold_tokenizer.ColdTokenizer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; raises only cancellations."""
@@ -125,7 +125,7 @@ class Relay:
             if request.probe and await self._probe(model, out):
                 return
             if request.only_tokenizes and not self._authority.is_ready(model):
-                await self._count(model, request, out)
+                await self._tokenize(model, request, out)
                 return
             try:
                 status = await self._serve(model, request, out)
@@ -140,9 +140,7 @@ class Relay:
             await out.fail(error)
         except _WorkerEndedError:
             outcome = str(Code.MODEL_FAILED)
-            await out.fail(
-                ModelFailed("the worker of the model ended twice before it took the request", retry_after=1.0)
-            )
+            await out.fail(ModelFailed("the worker of the model ended twice before it answered", retry_after=1.0))
         except OSError:
             log.debug("request %s: the client disconnected", out.request_id)
         except Exception:
@@ -161,11 +159,11 @@ class Relay:
             return None
         return RelayTrace(self._tracer.begin(headers), path, time.time(), self._authority.now)
 
-    async def _count(self, model: str, request: RelayedRequest, out: Response) -> None:
+    async def _tokenize(self, model: str, request: RelayedRequest, out: Response) -> None:
         limit = self._authority.state.settings.estimate_timeout_seconds
         seconds = limit if request.deadline_seconds is None else min(limit, request.deadline_seconds)
         spec = self._authority.model(model).spec
-        status, answer = await self._vocabulary.ask(spec, request.path, request.body, seconds=seconds)
+        status, answer = await self._cold_tokenizer.ask(spec, request.path, request.body, seconds=seconds)
         await out.whole(status, [(b"content-type", b"application/json")], answer)
 
     async def _serve(self, model: str, request: RelayedRequest, out: Response) -> int:
@@ -301,7 +299,7 @@ class Relay:
         if cause is ExitCause.BROKEN_BUILD:
             if not await self._authority.build_computes():
                 return BrokenBuild()
-            cause = ExitCause.ASSERT  # later exits of this kind have the same cause
+            cause = ExitCause.ASSERT  # as later exits of this kind are classified
         failure = ModelFailed(
             f"the worker of {model!r} ended before the answer did: {exit.message}",
             retry_after=self._authority.model(model).backoff.delay_seconds or None,

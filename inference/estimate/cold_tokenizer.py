@@ -19,7 +19,7 @@ PATHS = frozenset({"/tokenize", "/detokenize"})
 MAX_AT_ONCE = 2
 
 
-class Vocabulary:
+class ColdTokenizer:
     """Runs at most MAX_AT_ONCE helpers, one per request. Opening a file takes some tens of milliseconds."""
 
     def __init__(self) -> None:

@@ -250,8 +250,8 @@ def _exact(
         for index, count in enumerate(amounts):
             here[index] += count
     sharing = parameters.parallel if context.cells else 1
-    at_once = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
-    checkpoint_bytes = parameters.parallel * at_once * max_checkpoints(at_once, parameters.kv_checkpoints)
+    one_checkpoint = trace.checkpoint_bytes(parameters.parallel, context.window, sharing) if pooling is None else 0
+    checkpoint_bytes = parameters.parallel * one_checkpoint * max_checkpoints(one_checkpoint, parameters.kv_checkpoints)
     parts = {device: Parts(*counts) for device, counts in sums.items()}
     output_bytes = context.output_bytes
     draft_bytes: dict[str, int] = {}

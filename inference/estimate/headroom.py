@@ -1,8 +1,9 @@
 """Learned head-room: bytes beyond the estimate for a model that ran out of memory on a device. It decays over time.
 
-After a failed load, and after a first failure while computing (which foreign use may have caused), the head-room is
-limited to the size of the empty device, so that the model can still be loaded. After a second failure while computing
-it is not limited, because each failure ends running requests. A model that then does not fit is refused with numbers.
+After a failed load, and after a first failure while computing (which foreign use may have caused), estimate and
+head-room together are limited to the size of the empty device, so that the model can still be loaded. After a second
+failure while computing they are not limited, because each failure ends running requests. A model that then does not fit
+is refused with numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MIN_BYTES = 2**20
 FIRST_SHARE = 16
 """The first head-room is a sixteenth of the need on the device; it doubles each time."""
 MAX_SHARE = 4
-"""The limit of each kind is a quarter of the need."""
+"""The head-room of each kind (loading, computing) is at most a quarter of the need."""
 ENOUGH_GOOD = 3
 """The head-room is halved after this number of consecutive workers that ended normally."""
 HALF_LIFE_SECONDS = 3600.0

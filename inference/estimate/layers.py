@@ -85,7 +85,7 @@ class Layers:
         return [*(size.expert_bytes if at < first else 0 for at, size in enumerate(self.sizes)), 0]
 
     @property
-    def expert_layers(self) -> int:
+    def last_expert_layer(self) -> int:
         """The number of the last layer on an accelerator that has experts, counted from 1; 0 if there is none."""
         first = self.places - self.offloaded
         return max((at for at, size in enumerate(self.sizes, 1) if at > first and size.expert_bytes), default=0)
@@ -109,8 +109,8 @@ class Layers:
         """Bytes in host memory while the last `placed` places are on accelerators."""
         first = self.places - placed
         here = sum(self._every[:first]) + sum(self._apart[first:])
-        is_alone = placed < self.places or any(self._apart)  # the host computes a part of the layers
-        compute = max(self.host_compute_bytes, self.compute_bytes) if is_alone else self.host_compute_bytes
+        computes = placed < self.places or any(self._apart)  # the host has layers or experts
+        compute = max(self.host_compute_bytes, self.compute_bytes) if computes else self.host_compute_bytes
         return self.input_bytes + here + compute
 
     @property

@@ -364,8 +364,8 @@ def test_experts_in_host_memory_of_several_devices() -> None:
     assert layers.need({"gpu-0": 3, "gpu-1": 2}, {"gpu-1": 1}) == {
         "gpu-0": 3 * 140 - 150 + 50_000, "gpu-1": 140 + 70 + 50_000 + 1, "cpu": 60 + 150 + 50_000,
     }  # fmt: skip
-    assert layers.expert_layers == 3
-    assert replace(layers, parameters=Parameters(1000, 1, gpu_layers=2)).expert_layers == 0
+    assert layers.last_expert_layer == 3
+    assert replace(layers, parameters=Parameters(1000, 1, gpu_layers=2)).last_expert_layer == 0
 
 
 def test_a_token_reads_the_used_share_of_the_experts() -> None:

@@ -133,8 +133,8 @@ def nearest_fit(layers: Layers, fit: Fit, would_fit: Fits) -> Mapping[str, Any]:
     if FitStep.EXPERTS in fit.steps:
         if found := _experts_apart(layers, others, would_fit):
             return found
-        if layers.expert_layers > now.host_expert_layers:
-            others = {**others, "experts": layers.expert_layers}
+        if layers.last_expert_layer > now.host_expert_layers:
+            others = {**others, "experts": layers.last_expert_layer}
     return _fewer_layers(layers, others, would_fit) if FitStep.LAYERS in fit.steps else {}
 
 
@@ -171,7 +171,11 @@ def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) ->
 
 def _experts_apart(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the smallest number of layers whose experts are in host memory, if the host has room for them."""
-    smaller, before, most = changed_layers(layers, others), layers.parameters.host_expert_layers, layers.expert_layers
+    smaller, before, most = (
+        changed_layers(layers, others),
+        layers.parameters.host_expert_layers,
+        layers.last_expert_layer,
+    )
     too_few = _most(
         lambda count: not would_fit(smaller.changed(host_expert_layers=before + count), host=False), most - before
     )
