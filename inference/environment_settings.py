@@ -62,7 +62,7 @@ Speculation = Literal["off", "ngram"]
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS of llama.cpp."""
 MAX_CONTEXT = 2**27
-"""The largest context_length in tokens: a hundred times what models are trained for."""
+"""The largest context_length in tokens; the longest contexts of published models are about 10 million."""
 
 MIN_KV_RAM_GB = 1 / 64
 """`placement.kv_budgets` divides host memory for stored sequences in steps of 16 MiB."""
@@ -274,7 +274,7 @@ class InferenceSettings(BaseSettings):
 
     @field_validator("token", "admin_key")
     @classmethod
-    def _can_be_shown(cls, value: str | None) -> str | None:
+    def _fits_a_header(cls, value: str | None) -> str | None:
         if value is not None and not fits_a_header(value):
             raise ValueError(INVALID_KEY)
         return value

@@ -168,7 +168,7 @@ def _can_name_a_model(name: str) -> bool:
 def models_below(directory: Path) -> list[ModelFile]:
     """The models below `directory`: no projectors and no later parts of split files.
 
-    A projector is used for the models of its folder, if that has only one, and of its direct subfolders without any.
+    A projector that is alone in its folder is used for the models there and in direct subfolders without projectors.
     Projectors in `directory` itself are not used.
     """
     projectors: dict[Path, list[Path]] = {}

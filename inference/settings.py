@@ -354,7 +354,7 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _kv_cells(entry: ModelEntry, settings: InferenceSettings) -> int | None:
-    """The pool of KV cells of a model, None without. The default is used only if it is less than the cells without."""
+    """The pool of KV cells of a model; None without one. A default that would save no cells is not used."""
     if entry.kv_cells is not None or settings.kv_cells is None:
         return entry.kv_cells
     most = (entry.context_length or settings.context_length) * (entry.parallel or settings.parallel)

@@ -12,7 +12,7 @@ from inference.worker_link import Timings
 
 _NO_FAILURE = ("success", "client_left")
 _STAGES = ("prepare", "slot", "prefill", "decode")
-"""Between the times of `Timings`."""
+"""The stages between the times of `Timings`."""
 
 SHORTEST_WAIT_SECONDS = 0.001
 """Shorter waits (`queue`, `slot`) have no span."""

@@ -111,7 +111,7 @@ class RelayedRequest:
         """What crash records keep of a request; no text of it.
 
         Always `path`, `body_bytes` and `stream`. If the body has them, also the limits of tokens, the numbers of
-        messages, tools and documents, and whether the answer is constrained.
+        answers, messages, tools and documents, and whether the answer is constrained.
         """
         given = {name: bytes(getattr(self.envelope, name)) for name in (*_LISTS, *_NUMBERS, *_CONSTRAINTS)}
         shape: dict[str, Any] = {"path": self.path, "body_bytes": len(self.body), "stream": self.stream}

@@ -29,12 +29,12 @@ IRRELEVANT = frozenset(
         "answer_so_far",
     }
 )
-"""Fields of a body that do not change the computation."""
+"""Fields in which bodies of the same request may differ."""
 _KEY_CHARS = 16
 
 
 def key_of(path: str, body: bytes) -> str:
-    """A key that is equal for two requests with the same computation on a model; 64 bits in hexadecimal."""
+    """A key that is equal for bodies that differ in IRRELEVANT fields only; 64 bits in hexadecimal."""
     try:
         data = {name: value for name, value in orjson.loads(body).items() if name not in IRRELEVANT}
         plain = orjson.dumps([path, data], option=orjson.OPT_SORT_KEYS)
