@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import upstream
 from benchmarks.gateway_peers import Peer
-from tests.rigs.processes import Service, children_of, free_port, private_env
+from tests.rigs.processes import Service, descendants_of, free_port, private_env
 
 DIRECT, GATEWAY, PASS_THROUGH = "direct", "headgate", "pass-through"
 KEY = "key-of-a-benchmark"
@@ -153,7 +153,7 @@ def _running(service: Service, answers: str) -> Iterator[Service]:
 
 
 def _all(pid: int) -> list[int]:
-    return [pid, *children_of(pid)] if pid else [os.getpid()]
+    return [pid, *descendants_of(pid)] if pid else [os.getpid()]
 
 
 def _ticks(pid: int) -> int:

@@ -37,7 +37,7 @@ from benchmarks.footprints import Footprint, Look
 from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from inference.worker.cpu_cores import usable_cores
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import Service, children_of, free_port, private_env
+from tests.rigs.processes import Service, descendants_of, free_port, private_env
 
 PINNED = "demo-mini"
 CHATS = ("demo", PINNED, "tiny", "tiny-deep")
@@ -201,7 +201,7 @@ class Soak:
         self._results.looks.append(Look(round(self.at, 2), at_rest, list(self._processes()), tasks))
 
     def _processes(self) -> Iterator[Footprint]:
-        for pid in (self._up.pid, *children_of(self._up.pid)):
+        for pid in (self._up.pid, *descendants_of(self._up.pid)):
             if (found := footprints.footprint(pid)) is not None:
                 yield found
 

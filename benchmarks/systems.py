@@ -18,7 +18,7 @@ from benchmarks.peers import Peers
 from benchmarks.samples import CHAIN, LLAMA_CPP_SERVER, LLAMA_SERVER, WORKER
 from inference import worker_link
 from inference.worker.cpu_cores import usable_cores
-from tests.rigs.processes import Service, children_of, free_port, private_env
+from tests.rigs.processes import Service, descendants_of, free_port, private_env
 from tests.rigs.worker_rig import CPU, WorkerRig
 
 MODEL_ID = "bench"
@@ -58,7 +58,7 @@ class System:
 
     def cpu_seconds(self) -> float:
         """CPU seconds of its processes so far."""
-        ticks = sum(_ticks(pid) for pid in (self.pid, *children_of(self.pid)))
+        ticks = sum(_ticks(pid) for pid in (self.pid, *descendants_of(self.pid)))
         return ticks / os.sysconf("SC_CLK_TCK")
 
 

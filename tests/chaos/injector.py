@@ -24,7 +24,7 @@ from tests.chaos.load import ENDLESS_TOKENS, TURNS, Ask, Load
 from tests.chaos.machine import TROUBLES
 from tests.chaos.plan import Event, Kind
 from tests.chaos.system import ALONE, DEVICES, KV_RAM_GB, MODELS, OPEN_SECONDS, REPLICATED, System
-from tests.rigs.processes import children_of, is_alive
+from tests.rigs.processes import descendants_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
 TRIES_SECONDS = 300.0
@@ -352,12 +352,12 @@ class Injector:
         """kill -9 while one of its workers is stopped and cannot react."""
         async with self._held["inference"], self._touching(event.kind):
             pid = self._service("inference")
-            family = [pid, *children_of(pid)]
+            family = [pid, *descendants_of(pid)]
             with contextlib.suppress(*_MISSED):  # all models are cold
                 os.kill((await self._worker(event.model))[1], signal.SIGSTOP)
             os.kill(self.system.up.pid, signal.SIGSTOP)  # no cleanup by the supervisor yet
             try:
-                family = [*{*family, *children_of(pid)}]
+                family = [*{*family, *descendants_of(pid)}]
                 os.kill(pid, signal.SIGKILL)
                 left = await self._outlived(family)
             finally:

@@ -21,7 +21,7 @@ from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
 from tests.rigs import tiny_families, tiny_gguf
 from tests.rigs.fulldisk import FullDisk
-from tests.rigs.processes import Service, children_of, free_port, is_alive, private_env
+from tests.rigs.processes import Service, descendants_of, free_port, is_alive, private_env
 from tests.rigs.stack import REPOSITORY, Clients, fake_cloud
 
 DEVICES = ("gpu-0", "gpu-1")
@@ -224,7 +224,7 @@ class System(Clients):
     # --- processes ---------------------------------------------------------------------------------------------------
     def service_pid(self, name: str) -> int | None:
         """The process of `inference` or `gateway` that `up` runs now."""
-        for pid in children_of(self.up.pid):
+        for pid in descendants_of(self.up.pid):
             words = _words(pid)
             if name in words and "--config-dir" in words and _parent(pid) == self.up.pid:
                 return pid
@@ -232,7 +232,13 @@ class System(Clients):
 
     def strays(self) -> dict[int, str]:
         """Processes of this system that are not descendants of `up` or the fake cloud."""
-        family = {self.up.pid, self.cloud.pid, os.getpid(), *children_of(self.up.pid), *children_of(self.cloud.pid)}
+        family = {
+            self.up.pid,
+            self.cloud.pid,
+            os.getpid(),
+            *descendants_of(self.up.pid),
+            *descendants_of(self.cloud.pid),
+        }
         mark = f"HEADGATE_STATE_DIR={self.root / 'state'}".encode()
         found = {}
         for entry in Path("/proc").iterdir():

@@ -21,7 +21,7 @@ from inference.devices.signs import Sign
 from inference.devices.simgpu.control import Control, SimulatorError
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment_settings import InferenceSettings
-from tests.rigs.processes import children_of, is_alive, wait_until
+from tests.rigs.processes import descendants_of, is_alive, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import SimMachine
 
@@ -72,7 +72,7 @@ async def test_every_probe_has_stable_identities_and_plausible_figures(
 ) -> None:
     """Names and identities stay the same between readings, figures are plausible, and no process survives `close`."""
     async with open_probe(tmp_path, monkeypatch) as probe:
-        before = set(children_of(os.getpid()))
+        before = set(descendants_of(os.getpid()))
         await probe.start()
         first = probe.readings()
         await probe.refresh()
@@ -89,7 +89,7 @@ async def test_every_probe_has_stable_identities_and_plausible_figures(
             assert [reading.total_bytes for reading in second] == list(SIZES)
             assert [reading.id for reading in second] == ["gpu-0", "gpu-1"]
         await probe.close()
-        assert set(children_of(os.getpid())) <= before
+        assert set(descendants_of(os.getpid())) <= before
         assert probe.readings() is not None
 
 
@@ -146,7 +146,7 @@ async def test_end_of_the_simulator_loses_its_devices_without_a_hang() -> None:
     probe.listen(noticed.set)
     await probe.start()
     assert probe.pid is not None
-    servers = children_of(probe.pid)
+    servers = descendants_of(probe.pid)
     os.kill(probe.pid, 9)
     await asyncio.wait_for(noticed.wait(), 10)
     assert {reading.sign for reading in probe.readings()} == {Sign.MISSING}
@@ -280,11 +280,11 @@ async def test_refused_command_of_the_simulator_has_its_message() -> None:
 
 async def test_simulator_that_cannot_start_is_reported(tmp_path: Path) -> None:
     """A file is in the place of the directory of its socket."""
-    before = set(children_of(os.getpid()))
+    before = set(descendants_of(os.getpid()))
     probe = SimProbe(SIZES, tmp_path / "missing")
     with pytest.raises(HeadgateError, match="did not start"):
         await probe.start()
-    assert set(children_of(os.getpid())) <= before
+    assert set(descendants_of(os.getpid())) <= before
 
 
 async def test_llama_cpp_without_rpc_is_reported_with_the_missing_flag(tmp_path: Path) -> None:

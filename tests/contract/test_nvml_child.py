@@ -15,13 +15,13 @@ from inference.devices.nvml_reader import NvmlReader
 from inference.devices.signs import Sign
 from tests.rigs.nvml_stub import GIB, NvmlStub
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
-from tests.rigs.processes import children_of, command_of
+from tests.rigs.processes import command_of, descendants_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
 
 
 def nvml_children() -> set[int]:
-    mine = children_of(os.getpid())
+    mine = descendants_of(os.getpid())
     return {pid for pid in mine if "inference.helper nvml" in command_of(pid)}
 
 

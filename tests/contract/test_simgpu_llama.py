@@ -19,7 +19,7 @@ from inference.devices.simgpu.rpc_wire import Command, request
 from inference.protocol import ExitCause
 from inference.workers.exit_cause import ExitEvidence, classify
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import children_of, wait_until
+from tests.rigs.processes import descendants_of, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -222,8 +222,8 @@ def test_servers_end_with_the_simulator(tmp_path: Path) -> None:
     """Closing its stdin or killing it: no ggml server survives."""
     for how in ("let go", "killed"):
         with SimDevices(SIZE) as devices:
-            wait_until("the spare server starts", lambda: children_of(devices.process.pid))
-            mine = children_of(devices.process.pid)
+            wait_until("the spare server starts", lambda: descendants_of(devices.process.pid))
+            mine = descendants_of(devices.process.pid)
             if how == "killed":
                 devices.process.kill()
             else:
@@ -238,9 +238,9 @@ def test_connection_with_queries_only_uses_the_spare_server(devices: SimDevices)
     """llama.cpp connects several times before it allocates: the same server answers each time."""
     address = devices.status()["endpoint"].rsplit(":", 1)
     for _ in range(5):
-        before = set(children_of(devices.process.pid))
+        before = set(descendants_of(devices.process.pid))
         with socket.create_connection((address[0], int(address[1])), timeout=20) as client:
             client.sendall(request(Command.HELLO, bytes(24)))
             assert client.recv(36, socket.MSG_WAITALL)[:8] == (28).to_bytes(8, "little")
         wait_until("the connection ended", lambda: devices.status()["connections"] == 0)
-        assert before <= set(children_of(devices.process.pid))
+        assert before <= set(descendants_of(devices.process.pid))

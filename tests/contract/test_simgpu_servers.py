@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from inference.devices.simgpu.backing import Servers
-from tests.rigs.processes import children_of, command_of, wait_until
+from tests.rigs.processes import command_of, descendants_of, wait_until
 
 
 def running() -> set[int]:
-    mine = children_of(os.getpid())
+    mine = descendants_of(os.getpid())
     return {pid for pid in mine if "simgpu.rpc_server" in command_of(pid)}
 
 

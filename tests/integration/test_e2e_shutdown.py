@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.rigs.processes import Service, children_of, command_of, free_port, is_alive, private_env
+from tests.rigs.processes import Service, command_of, descendants_of, free_port, is_alive, private_env
 from tests.rigs.stack import LOCAL_ROUTES, MODELS, until
 
 
@@ -41,7 +41,7 @@ async def test_all_processes_end_with_the_supervisor(tmp_path: Path, signal_name
         async with openai.AsyncOpenAI(base_url=up.url + "/v1", api_key=key, max_retries=0, timeout=30) as client:
             await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hello!"}])
         await until("the address of the dashboard is printed", lambda: f"Dashboard:          {up.url}/ui/" in up.log)
-        family = children_of(up.pid)
+        family = descendants_of(up.pid)
         assert len(family) >= 3
         if signal_name == "SIGKILL":
             up.signal(signal.SIGKILL)
@@ -58,7 +58,7 @@ async def test_all_processes_end_with_the_supervisor(tmp_path: Path, signal_name
 async def test_supervisor_restarts_a_service_that_ends(tmp_path: Path) -> None:
     up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
     try:
-        first = [pid for pid in children_of(up.pid) if "inference" in command_of(pid)]
+        first = [pid for pid in descendants_of(up.pid) if "inference" in command_of(pid)]
         os.kill(first[0], signal.SIGKILL)
         key = (tmp_path / "state" / "gateway.key").read_text().strip()
 

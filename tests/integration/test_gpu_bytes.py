@@ -69,7 +69,7 @@ def test_duration_of_a_checkpoint_is_reported_as_a_rate() -> None:
 def test_link_is_measured_by_the_driver_in_a_separate_process(tmp_path: Path) -> None:
     """Rates of all three ways, even if checkpoints are not supported."""
     stub = CudaStub(tmp_path / "cuda")
-    stub.say("version 11040")
+    stub.set_faults("version 11040")
     found = gpu_bytes.link_rate(stub.env, 2 * MIB)
     assert isinstance(found, Link)
     assert min(found.pinned, found.pageable, found.back) > 0
@@ -87,7 +87,7 @@ def test_link_that_cannot_be_measured_has_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str
 ) -> None:
     stub = CudaStub(tmp_path / "cuda")
-    stub.say(fault)
+    stub.set_faults(fault)
     assert gpu_bytes.link_rate(stub.env, 2 * MIB) == Unmeasured(why)
     monkeypatch.setattr(gpu_bytes, "LINK_SECONDS", 0.001)
     late = "the process that copies gave no answer (TimeoutExpired)"

@@ -106,7 +106,7 @@ async def test_failed_driver_call_is_named(driver: CudaStub, way: str, call: str
     suspender, process = DriverSuspender(), await asyncio.create_subprocess_exec("sleep", "60")
     if way == "resume":
         assert await suspender.run("suspend", "gpu-0", process.pid, 10) is None
-    driver.say(f"{how} {call} 999")
+    driver.set_faults(f"{how} {call} 999")
     failure = await suspender.run(way, "gpu-0", process.pid, 0.5 if how == "hang" else 10)
     process.kill()
     await process.wait()
@@ -119,7 +119,7 @@ async def test_model_whose_suspension_fails_is_cold(start: Start, driver: CudaSt
     service, model = await ready(start)
     assert model.running is not None
     pid = model.running.worker.pid
-    driver.say("error cuCheckpointProcessCheckpoint 999")
+    driver.set_faults("error cuCheckpointProcessCheckpoint 999")
     await service.authority.offload(model)
     await model.becomes(S.COLD)
     await service.authority.emptied()
@@ -142,7 +142,7 @@ async def test_model_whose_suspension_fails_is_cold(start: Start, driver: CudaSt
 )
 async def test_failed_check_at_start_has_a_reason(driver: CudaStub, fault: str, reason: str) -> None:
     """A sentence with the driver's own name for what happened."""
-    driver.say(fault)
+    driver.set_faults(fault)
     job = {"operation": "test", "seconds": 0.5 if "hang" in fault else 10}
     answer = await run_helper("checkpoint", job, seconds=30)
     assert reason in answer["error"]

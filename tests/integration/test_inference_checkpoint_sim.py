@@ -14,7 +14,7 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control, SimulatorError
 from inference.workers.os_api import socket_directory
-from tests.rigs.processes import children_of, wait_until
+from tests.rigs.processes import descendants_of, wait_until
 from tests.rigs.stack import Stack, chat_body
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
@@ -103,7 +103,7 @@ def test_killed_simulator_drops_its_suspended_models(stack: Stack) -> None:
     wait_until("the model answers", lambda: is_answered(stack, answered(stack)[0]))
     first, _pid = suspended(stack)
     (simulator,) = [pid for pid in family(stack.inference.pid) if "inference.devices.simgpu" in arguments(pid)]
-    servers = children_of(simulator)
+    servers = descendants_of(simulator)
     os.kill(simulator, signal.SIGKILL)
     wait_until("the model is dropped", lambda: stack.model("demo")["state"] == "cold")
     wait_until("its servers ended", lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers))
@@ -123,7 +123,7 @@ def test_killed_service_leaves_no_process(stack: Stack) -> None:
 
 def family(pid: int) -> list[int]:
     """All descendants of the process."""
-    return [found for child in children_of(pid) for found in (child, *family(child))]
+    return [found for child in descendants_of(pid) for found in (child, *family(child))]
 
 
 def arguments(pid: int) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from headgate.cli.client import Api, ApiError
 from headgate.cli.main import main
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import Service, children_of, command_of, forget_own, inference_service, wait_until
+from tests.rigs.processes import Service, command_of, descendants_of, forget_own, inference_service, wait_until
 from tests.rigs.small_hub import SmallHub, small_hub
 
 SOURCE = "hf:org/plain:Q8_0"
@@ -51,7 +51,7 @@ def node(tmp_path: Path, hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def downloads(node: Service) -> list[int]:
-    return [pid for pid in children_of(node.pid) if "pull_job" in command_of(pid)]
+    return [pid for pid in descendants_of(node.pid) if "pull_job" in command_of(pid)]
 
 
 def test_download_of_a_node_stops_with_its_client_is_continued_and_its_model_is_served(

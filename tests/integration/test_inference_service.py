@@ -22,7 +22,7 @@ import pytest
 from inference.protocol import Progress
 from inference.workers.orphans import FAMILY_ENV
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import Service, children_of, http_status, inference_service, is_alive, wait_until
+from tests.rigs.processes import Service, descendants_of, http_status, inference_service, is_alive, wait_until
 from tests.rigs.slowdisk import slow_disk_env
 
 TOKEN = "test-token"
@@ -262,7 +262,7 @@ def test_port_in_use_is_reported_with_its_owner(rig: Rig, tmp_path: Path) -> Non
 
 def test_workers_end_within_five_seconds_after_the_service_was_killed(own: Rig) -> None:
     own.chat("a")
-    family = children_of(own.service.pid)
+    family = descendants_of(own.service.pid)
     (record,) = json.loads((own.root / "state" / "family.json").read_text())
     mark = f"{FAMILY_ENV}={record['token']}".encode()
     assert family
@@ -290,7 +290,7 @@ async def test_sigterm_drains_streams_with_readiness_503_and_ends_with_0(own: Ri
         assert http_status(own.service.url + "/livez") == 200
         rest = first + await answer.content.read()
     assert rest.endswith(b"data: [DONE]\n\n")
-    family = children_of(own.service.pid)
+    family = descendants_of(own.service.pid)
     assert await asyncio.to_thread(own.service.wait, 20) == 0
     assert not [pid for pid in family if is_alive(pid)]
     assert not list(own.root.rglob("*.sock"))
@@ -304,7 +304,7 @@ def test_sigint_during_a_load_ends_with_0(tmp_path: Path) -> None:
         pending = threading.Thread(target=_ignore_errors, args=(rig.chat,), daemon=True)
         pending.start()
         wait_until("the model loads", lambda: rig.status()["state"] == "loading", seconds=30)
-        family = children_of(rig.service.pid)
+        family = descendants_of(rig.service.pid)
         rig.service.signal(signal.SIGINT)
         assert rig.service.wait(20) == 0
         assert not [pid for pid in family if is_alive(pid)]

@@ -15,7 +15,7 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.workers.os_api import socket_directory
-from tests.rigs.processes import children_of, command_of, wait_until
+from tests.rigs.processes import command_of, descendants_of, wait_until
 from tests.rigs.stack import Stack, chat_body
 
 
@@ -145,7 +145,7 @@ def refusal(stack: Stack, path: str, body: Any, *, direct: bool = False) -> tupl
 
 
 def simulator_pid(stack: Stack) -> int:
-    for pid in children_of(stack.inference.pid):
+    for pid in descendants_of(stack.inference.pid):
         if "inference.devices.simgpu " in command_of(pid):
             return pid
     raise AssertionError("no simulator runs")

@@ -17,7 +17,7 @@ from inference.devices.checkpoint_support import SimulatorSuspender
 from inference.devices.simgpu.backing import ServerEndedError, Servers
 from inference.devices.simgpu.probe import SimProbe
 from inference.protocol import DeviceState
-from tests.rigs.processes import children_of, command_of
+from tests.rigs.processes import command_of, descendants_of
 from tests.rigs.sim_devices import SimDevices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
@@ -27,7 +27,7 @@ SECONDS = 20.0
 
 
 def servers_of(devices: SimDevices) -> list[int]:
-    return [pid for pid in children_of(devices.process.pid) if "simgpu.rpc_server" in command_of(pid)]
+    return [pid for pid in descendants_of(devices.process.pid) if "simgpu.rpc_server" in command_of(pid)]
 
 
 def signalled(devices: SimDevices, number: int) -> list[int]:

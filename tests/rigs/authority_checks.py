@@ -33,7 +33,7 @@ from tests.rigs.authority_world import CPU, World
 
 _S = ModelState
 BETWEEN = (_S.LOADING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
-EASILY = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
+NOT_FOR_PINNED = (Reason.IDLE, Reason.PRESSURE, Reason.MEMORY_WANTED)
 _OF_WORKER = (TimerKind.ALONE, TimerKind.STOP, TimerKind.WARM_POOL, TimerKind.ROOM_TO_KEEP)
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _WAIT_ON = (ExitCause.REQUESTED, ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE, ExitCause.BROKEN_BUILD)
@@ -323,7 +323,7 @@ class CheckedWorld(World):
             assert trial <= state.devices.health[device].trial
 
     def _check_doubts(self, before: State, event: events.Event) -> None:
-        """A device is tried when a worker ended with its loss."""
+        """A device is tried after a worker on it ended by a hang or by the loss of the device."""
         if not isinstance(event, events.Exited) or event.exit.cause not in _DOUBTFUL:
             return
         worker = before.workers.get(event.worker)
@@ -387,8 +387,8 @@ class CheckedWorld(World):
         assert self.state.models[lease.model].worker == worker.id
         if not request.alone:
             for other, waiting in self.pending.items():
-                here = self.state.tickets.get(other)
-                if here is not None and here.model == lease.model and not waiting.alone:
+                other_ticket = self.state.tickets.get(other)
+                if other_ticket is not None and other_ticket.model == lease.model and not waiting.alone:
                     assert (waiting.rank, -other) >= (request.rank, -ticket), "requests are served in their order"
 
     def _check_timers(self, event: events.Event) -> None:
@@ -428,11 +428,11 @@ class CheckedWorld(World):
             was, now = before.models.get(worker.model), self.state.models.get(worker.model)
             if was is None or now is None or was.worker != id or was.state not in ACCEPTING:
                 continue
-            if departure.reason in EASILY:
+            if departure.reason in NOT_FOR_PINNED:
                 assert not was.spec.pinned, f"{was.id} is pinned"
                 assert not was.spec.dedicated or departure.reason is Reason.IDLE, f"{was.id} is dedicated"
             if departure.reason is Reason.PRESSURE and departure.explanation:
-                self._check_payer(departure.explanation[0])
+                self._check_pressure_cause(departure.explanation[0])
             if departure.reason in (Reason.IDLE, Reason.PRESSURE):
                 assert not worker.leases
                 assert not now.queue.waiters
@@ -441,7 +441,7 @@ class CheckedWorld(World):
                 turn_seconds = max(was.spec.min_residency, swap_seconds)
                 assert self.now >= worker.ready_at + turn_seconds, f"{was.id} has had its turn"
 
-    def _check_payer(self, reason: str) -> None:
+    def _check_pressure_cause(self, reason: str) -> None:
         """No model leaves because another one grew: idle models leave for a waiting model or for other programs."""
         device = reason.partition(" ")[0]
         if device == CPU or "a model waits for memory" in reason or self.state.settings.pressure_eager:
@@ -481,12 +481,12 @@ class CheckedWorld(World):
             for device in worker.placement.devices:
                 if device != CPU:
                     assert device_incidents.health_of(self.state, device).state in USABLE
-                there = [item for item in held if device in item.devices and item.holding != worker.holding]
-                assert not there or not (model.spec.dedicated or any(item.dedicated for item in there))
+                beside = [item for item in held if device in item.devices and item.holding != worker.holding]
+                assert not beside or not (model.spec.dedicated or any(item.dedicated for item in beside))
             others = [item for item in replicas.replicas_of(self.state, model) if item.id != model.id]
             for other in others:
-                there = self.state.worker_of(other)
-                shared = there is not None and {*there.placement.devices} & {*worker.placement.devices}
+                its_worker = self.state.worker_of(other)
+                shared = its_worker is not None and {*its_worker.placement.devices} & {*worker.placement.devices}
                 assert not shared or not replicas.is_up(self.state, other), "replicas compute on different devices"
             assert not model.removed
             assert not self.state.closing
@@ -586,7 +586,7 @@ class CheckedWorld(World):
     def _dry_run(
         self, model: ModelRecord, event: events.Event, withdrawn: list[int]
     ) -> list[tuple[str, Placement | Refusal]]:
-        """The answer for a model whose requests have just arrived, if these tickets were not there; empty for none."""
+        """The answer for a model whose requests have just arrived, without the tickets `withdrawn`; empty for none."""
         if model.state is not _S.COLD or model.cleaning or model.wanted_at != self.now or model.target is not None:
             return []
         state = copy = self.state
@@ -729,7 +729,7 @@ class CheckedWorld(World):
         )
 
     def _has_deadline(self, model: ModelRecord, worker: WorkerRecord) -> bool:
-        """Whether a step into the warm pool ends without an answer. That of loads is in the supervisor of workers."""
+        """Whether a step into or out of the warm pool has a deadline. The supervisor of workers has that of loads."""
         if model.state is not _S.OFFLOADING and (model.state is not _S.RESTORING or worker.suspended is None):
             return True
         awaited = worker.id if worker.predecessor is None or worker.held_bytes is None else worker.predecessor

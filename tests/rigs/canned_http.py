@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 @dataclass
 class Canned:
-    """One answer: a JSON `body`, or `frames` of a stream, sent in order and then closed.
+    """One answer: a JSON `body`, or `frames` of a stream, which are sent in order before it closes.
 
     `gate` is called before each frame; `left` is set when the client disconnects before the last one.
     """

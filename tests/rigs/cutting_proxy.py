@@ -74,11 +74,11 @@ class CuttingProxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            service = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.transport.abort()
         else:
-            await _Connection(self, (reader, writer), (there, back)).run()
+            await _Connection(self, (reader, writer), service).run()
         finally:
             self._tasks.discard(task)
 

@@ -244,7 +244,7 @@ def _u32(value: int) -> bytes:
     return struct.pack("<I", value)
 
 
-def _absurd_key(parts: Parts) -> Parts:
+def _with_empty_key(parts: Parts) -> Parts:
     (key, kind, value), *rest = parts.entries
     return replace(parts, entries=((b"", kind, value), (key, kind, value), *rest))
 
@@ -259,7 +259,7 @@ _VALUES: Mapping[str, Change] = {
     "array-beyond-the-end": _entry("general.tags", ARRAY, _array(U64, 2**26)),
     "array-of-arrays": _entry("general.tags", ARRAY, _array(ARRAY, 1, _array(U8, 1, b"x"))),
     "array-of-unknown": _entry("general.tags", ARRAY, _array(77, 5000, bytes(5000))),
-    "key-empty": _absurd_key,
+    "key-empty": _with_empty_key,
     "key-twice": lambda parts: replace(parts, entries=(*parts.entries, parts.entries[-1])),
     "alignment-zero": _entry("general.alignment", U32, _u32(0)),
     "alignment-odd": _entry("general.alignment", U32, _u32(3)),

@@ -1,4 +1,4 @@
-"""A llama.cpp that computes nothing: it checks positions like the real one and returns the requested code."""
+"""A llama.cpp that computes nothing: it checks positions like the real one and returns what tests set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeBackend:
         return self.held[slot][:]
 
     def restore(self, slot: int, state: list[int], count: int) -> bool:
-        """Removes a tail."""
+        """Returns to the first `count` tokens, whose state is `state`."""
         assert state == self.held[slot][:count], "the state of other tokens"
         del self.held[slot][count:]
         return True

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from inference.authority.clock import Clock
 
-TURNS = 10
-"""Turns of the event loop after each alarm, in which its effects report back."""
+ITERATIONS = 10
+"""Iterations of the event loop after each alarm, in which its effects report back."""
 
 
 class FakeAlarm:
@@ -65,7 +65,7 @@ class FakeClock(Clock):
             first = min(due, key=lambda alarm: alarm.at)
             self._set(first.at)
             first.ring()
-            for _ in range(TURNS):
+            for _ in range(ITERATIONS):
                 await asyncio.sleep(0)
         self._set(end)
         for alarm in self.alarms:

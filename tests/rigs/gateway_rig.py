@@ -31,7 +31,7 @@ routes:
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
-class _PromptServer(QuietServer):
+class _QuickServer(QuietServer):
     """Ends at once when requested. uvicorn's own server polls every 0.1 s, and takes 0.1 s more to end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -115,7 +115,7 @@ class Gateway:
             "http": self._http, "ws": "none", "lifespan": "on", "log_config": None, "access_log": False,
             "timeout_graceful_shutdown": 1,
         }  # fmt: skip
-        self._server = _PromptServer(uvicorn.Config(make_app(self.runtime), **options))
+        self._server = _QuickServer(uvicorn.Config(make_app(self.runtime), **options))
         self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
         self.client = httpx2.AsyncClient(
             base_url=self.url, timeout=20, headers={"authorization": f"Bearer {KEY}"}, trust_env=False

@@ -96,7 +96,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def children_of(pid: int) -> list[int]:
+def descendants_of(pid: int) -> list[int]:
     """Process ids of all living descendants of `pid` (Linux)."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -120,7 +120,7 @@ def children_of(pid: int) -> list[int]:
 
 def of_models(pid: int) -> list[str]:
     """Command lines of the workers and helpers below `pid` that work on models, without the helper for NVML (Linux)."""
-    commands = [command_of(child) for child in children_of(pid)]
+    commands = [command_of(child) for child in descendants_of(pid)]
     return [
         command
         for command in commands
@@ -221,7 +221,7 @@ class Service:
         """SIGKILL to the program and to all its descendants."""
         if self._process is None:
             return
-        tree = children_of(self._process.pid)
+        tree = descendants_of(self._process.pid)
         for pid in (self._process.pid, *tree):
             try:
                 os.kill(pid, signal.SIGKILL)

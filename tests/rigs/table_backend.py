@@ -92,7 +92,7 @@ class TableSampler:
 
 
 def answer_of(prompt: Sequence[int], seed: int, temperature: float, most: int) -> list[int]:
-    """The answer of one token per step, with END if it comes."""
+    """The answer without speculation, of at most `most` tokens, with END if it comes."""
     sampler = TableSampler(TableBackend(), seed, temperature)
     text = [0, 0, *prompt]
     while len(text) - len(prompt) - 2 < most and text[-1] != END:

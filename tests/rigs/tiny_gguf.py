@@ -45,7 +45,7 @@ class Shape:
     scale: float = 1.0
     template: str | None = CHATML
     fills: bool = False
-    """Whether the vocabulary has the tokens around a gap."""
+    """Whether the vocabulary has the tokens for filling in the middle (FIM)."""
     bos: bool = False
     """Whether prompts begin with BOS."""
     pooling: str | None = None

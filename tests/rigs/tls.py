@@ -1,4 +1,4 @@
-"""A TLS server for tests: the name `mill.example`, signed by an authority that clients do not trust by default."""
+"""A TLS server for tests: its certificate for `mill.example` is not trusted by default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CERTIFICATE = Path(__file__).with_name("server.pem")
 
 
 def server_context() -> ssl.SSLContext:
-    """The TLS context of a server with that name."""
+    """The TLS context of a server with this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
     return context

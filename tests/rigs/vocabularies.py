@@ -62,7 +62,7 @@ class PieceVocabulary:
         return True
 
     def may_end(self, mask: Mask) -> bool:
-        """Whether all end tokens are allowed, or none; anything else fails."""
+        """True if all end tokens are allowed, False if none is; anything else fails."""
         ends = self.allowed(mask) & self.end_tokens
         assert ends in (frozenset(), self.end_tokens)
         return bool(ends)

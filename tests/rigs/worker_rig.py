@@ -167,11 +167,11 @@ class WorkerRig:
             connection.close()
 
     def next_beat(self, seconds: float = 5.0) -> worker_link.Heartbeat:
-        """A heartbeat that is still to come."""
+        """The next heartbeat that was not read yet; it may have arrived before this call."""
         return self.expect(worker_link.Heartbeat, seconds)
 
     def fresh_beat(self) -> worker_link.Heartbeat:
-        """A heartbeat written after this call."""
+        """The next heartbeat that arrives after this call."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._messages.get_nowait()

@@ -1,8 +1,8 @@
 /* A llama.cpp that does not compute on this CPU: replaces the function by which it computes a graph.
 
    Preloaded into a process and its children. The file BROKEN_LLAMA says what every computation does: `sigill` or
-   `sigsegv` ends the process, `late` does so after three seconds, `zero` returns success and computes nothing. Without the file llama.cpp computes. A second
-   word limits that to processes with this text in their command line. */
+   `sigsegv` ends the process, `late` does so after three seconds, `zero` returns success and computes nothing. A second
+   word limits this to processes with that text in their command line. Without the file llama.cpp computes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -30,7 +30,7 @@ class CudaStub:
         path = os.pathsep.join([str(library_directory()), *([outer] if outer else [])])
         return {"LD_LIBRARY_PATH": path, "CUDA_STUB": str(self.root)}
 
-    def say(self, *lines: str) -> None:
+    def set_faults(self, *lines: str) -> None:
         """Replaces the faults of the driver by these."""
         fresh = self.root / "faults.new"
         fresh.write_text("".join(f"{line}\n" for line in lines))

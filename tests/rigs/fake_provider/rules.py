@@ -186,8 +186,9 @@ def _reasoning_model(body: Mapping[str, Any]) -> None:
             raise RefusedError("Unrecognized request argument supplied: reasoning_effort")
         return
     _reasoning_effort(body)
-    silent = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
-    no_effort = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"
+    has_default_none = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
+    effort = body.get("reasoning_effort") or ("none" if has_default_none else "medium")
+    no_effort = match[2] is not None and effort == "none"
     refused = ["frequency_penalty", "presence_penalty", "logit_bias"]
     refused += [] if no_effort else ["logprobs", "top_logprobs"]
     refused += [] if match[1] in ("o1", "o3-mini") else ["stop"]
@@ -380,7 +381,7 @@ def _system(system: Any) -> None:
         raise RefusedError("system: Input should be a valid string")
 
 
-_AT_NO_TOP = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+_NOT_AT_TOP = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 
 
 def _anthropic_tools(body: Mapping[str, Any]) -> None:
@@ -395,7 +396,7 @@ def _anthropic_tools(body: Mapping[str, Any]) -> None:
             raise RefusedError(f"tools.{index}.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
         if not isinstance(tool["input_schema"], dict) or tool["input_schema"].get("type") != "object":
             raise RefusedError(f"tools.{index}.input_schema.type: Input should be 'object'")
-        if tool.get("strict") and not _AT_NO_TOP.isdisjoint(tool["input_schema"]):
+        if tool.get("strict") and not _NOT_AT_TOP.isdisjoint(tool["input_schema"]):
             message = "input_schema does not support oneOf, allOf, or anyOf at the top level"
             raise RefusedError(f"tools.{index}.custom.input_schema: {message}")
         if tool.get("strict") and (problem := schemas.anthropic_problem(tool["input_schema"])):

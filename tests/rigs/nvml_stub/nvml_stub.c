@@ -8,6 +8,7 @@
  *     hang FUNCTION                                        the call never returns
  *     xid SEQUENCE UUID NUMBER                             an Xid event; received by event sets that are older than it
  *     action UUID NUMBER                                   the recovery action; not supported by devices without one
+ *     process UUID PID BYTES                               a process on a device; -1 bytes: unknown
  *
  * As with the real library, a process that has seen a lost driver or device (9, 15, 16, 18, 999) gets that error
  * until it ends, whatever is in the file later.
