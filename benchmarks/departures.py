@@ -68,7 +68,7 @@ async def running(root: Path) -> AsyncIterator[Gateway]:
             stack.kill()
 
 
-def asked(stack: Stack, model: str, kind: str) -> bytes:
+def long_request(stack: Stack, model: str, kind: str) -> bytes:
     """A request for a very long answer."""
     body: dict[str, Any] = {
         "model": model, "messages": [{"role": "user", "content": "Tell a story without an end."}],
@@ -80,12 +80,12 @@ def asked(stack: Stack, model: str, kind: str) -> bytes:
 
 
 async def leave(stack: Stack, model: str, kind: str) -> float:
-    """Sends a request, waits a while and disconnects. Returns the time of it on `time.perf_counter`."""
+    """Sends a request, waits a while and disconnects. Returns the time of the disconnect on `time.perf_counter`."""
     connection = await Connection.open(stack.front.port)
     if kind == STREAMED:
-        await connection.begin(asked(stack, model, kind))
+        await connection.begin(long_request(stack, model, kind))
     else:
-        connection.ask(asked(stack, model, kind), lambda _: None)
+        connection.ask(long_request(stack, model, kind), lambda _: None)
     await asyncio.sleep(random.uniform(*STAY_SECONDS))
     at = time.perf_counter()
     connection.forget()
@@ -147,7 +147,7 @@ def _cpu_seconds(pid: int) -> float:
 
 async def step_seconds(stack: Stack) -> float:
     """Median time between two tokens of one stream."""
-    body = json.loads(asked(stack, MODEL, STREAMED).partition(b"\r\n\r\n")[2]) | {"max_tokens": 200}
+    body = json.loads(long_request(stack, MODEL, STREAMED).partition(b"\r\n\r\n")[2]) | {"max_tokens": 200}
     sent = request(stack.front.port, body, {"authorization": f"Bearer {stack.key}"})
     connection = await Connection.open(stack.front.port, keeps_times=True)
     try:

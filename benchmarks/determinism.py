@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> None:
     for name, sampling in (("greedy", Sampling(temperature=0.0)), ("seeded", Sampling(seed=SEED))):
         alone = [bench.answers([prompt], sampling)[0] for prompt in prompts]
         again = [bench.answers([prompt], sampling)[0] for prompt in prompts]
-        # The choice's number is part of its seed: the first of a batch has the seed of one alone.
+        # A choice's number is part of its seed, so each prompt is once the first of a batch, as it is when alone.
         loaded = []
         for number in range(sequences):
             order = [number, *(other for other in range(sequences) if other != number)]

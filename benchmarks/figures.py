@@ -53,7 +53,7 @@ class TimedAnswer:
     ended_at: float
 
     def tokens_until(self, now: float) -> float:
-        """The tokens that had arrived at this time; they arrive at a constant rate."""
+        """The tokens that had arrived at this time, at a constant rate."""
         return self.tokens * min(1.0, max(0.0, now - self.first_at) / max(1e-9, self.ended_at - self.first_at))
 
 

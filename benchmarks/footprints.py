@@ -135,7 +135,7 @@ def lifelines(looks: Sequence[Look], since: float) -> Iterator[Lifeline]:
 
 
 def generations(looks: Sequence[Look], since: float, kind: str) -> list[tuple[float, float]]:
-    """Short-lived processes of a kind: time of the last sample and the largest memory (RSS)."""
+    """Processes of a kind that have ended: time of the last sample and the largest memory (RSS)."""
     last: dict[int, tuple[float, float]] = {}
     for look in looks:
         for one in look.processes:

@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results" / "gateway.json"
 PARTS = ("alone", "crowds", "clouds", "paced", "nodes", "failover", "memory", "departures")
 ALONE_PER_SECOND = 250.0
 CLOUD_PER_SECOND = 100.0
-"""A stream of 100 chunks takes longer."""
+"""Less than ALONE_PER_SECOND, because a stream of 100 chunks takes longer."""
 CONNECTIONS, STREAMS = 32, 256
 NODES = (4, 32)
 REST_SECONDS = 0.2
@@ -218,7 +218,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(Upstream(plan.tokens))
         bench = Bench(plan, service, found)
-        starts = _who(service.url, root, core, found, with_peers=bool({"crowds", "clouds"}.intersection(parts)))
+        starts = _systems(service.url, root, core, found, with_peers=bool({"crowds", "clouds"}.intersection(parts)))
         for name, start in starts.items():
             say(f"starting {name}")
             bench.targets[name] = await asyncio.to_thread(stack.enter_context, start())
@@ -250,7 +250,7 @@ async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
     return found
 
 
-def _who(
+def _systems(
     url: str, root: Path, core: int, found: Results, *, with_peers: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Target]]]:
     """The measured systems and how each starts."""

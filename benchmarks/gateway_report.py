@@ -99,7 +99,7 @@ def _crowds(found: Results) -> Iterator[str]:
                 Middle.of([one.p50 for one in mine]).text(1, 1e3),
                 Middle.of([one.p99 for one in mine]).text(1, 1e3),
                 Middle.of([one.system_share for one in mine]).text(2),
-                Middle.of([one.field_share for one in mine]).text(2),
+                Middle.of([one.generator_share for one in mine]).text(2),
             )
             held = f"   {found.memory[system] / 1e6:.0f} MB" if system in found.memory else ""
             yield f"  {system:<14}" + "".join(cell.rjust(26) for cell in cells) + held

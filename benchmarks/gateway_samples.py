@@ -54,7 +54,7 @@ class Crowd:
     p50: float
     p99: float
     system_share: float
-    field_share: float
+    generator_share: float
 
     @property
     def per_second(self) -> float:

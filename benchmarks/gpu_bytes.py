@@ -148,10 +148,10 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
                 used = await _settled(inventory, device.id)
                 reading = next(item for item in inventory.measured() if item.id == device.id)
                 figure = reading.process_bytes.get(rig.process.pid)
-                done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
+                checkpoint = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
             predicted = estimate.parts[device.id].total_bytes
-            back = _restored(folder, _grant(spec, device), device) if number else None
-            yield Sample(case.name, predicted, used - before, done, back, used - loaded, figure)
+            restore = _restored(folder, _grant(spec, device), device) if number else None
+            yield Sample(case.name, predicted, used - before, checkpoint, restore, used - loaded, figure)
         await estimator.close()
 
 

@@ -64,7 +64,7 @@ DISK_RATIO = 0.7
 """The smallest allowed rate of restores from disk, relative to reading a file."""
 CONVERSATIONS, SLOTS = 40, 8
 TURN_TOKENS = {"15m": 1024, "135m": 1024, "1b": 384}
-"""Tokens of an alternating conversation: on two cores a prefill of 40 of them takes about two minutes."""
+"""Tokens of an alternating conversation: on two cores the prefill of all conversations takes about two minutes."""
 QUESTION_TOKENS = 16
 RESTORES = 5
 """Restores from host memory in each round."""
@@ -108,7 +108,7 @@ class Paths:
 
 @dataclass(slots=True)
 class Samples:
-    """One number per round by `part`, situation, and name of the bar's end."""
+    """One number per round, by `part`, the end of the bar's name, and situation."""
 
     values: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
 
@@ -356,7 +356,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 # --- loads -----------------------------------------------------------------------------------------------------------
 def measure_alternating(found: Samples, model: str, place: str, rounds: int, tokens: int) -> None:
-    """Turns of 40 conversations on 8 slots, per second; each turn continues all of them, eight at a time."""
+    """Turns per second of 40 conversations on 8 slots; each round continues all of them, eight at a time."""
     shape, words = SHAPES[model], Words(SHAPES[model])
     context = tokens + (rounds + 2) * QUESTION_TOKENS + ANSWER_TOKENS
     common: dict[str, Any] = {"context": context, "parallel": SLOTS}
@@ -375,7 +375,7 @@ def measure_alternating(found: Samples, model: str, place: str, rounds: int, tok
             for name in rotated(list(systems), number):
                 tell(f"{model} {place}: alternating, round {number} of {rounds}, {name}")
                 seconds = sum(answers(systems[name], wave).seconds for wave in waves(prompts))
-                if number:  # the first turn computes all conversations
+                if number:  # the first round computes all conversations
                     found.add("alternating", name, f"{model}_{place}", CONVERSATIONS / seconds)
             prompts = [prompt + words.prompt(QUESTION_TOKENS) for prompt in prompts]
 

@@ -36,7 +36,8 @@ BEFORE_SECONDS = 10.0
 AFTER_SECONDS = OPEN_SECONDS + 2 * PERIOD_SECONDS + 4.0
 MOST = {"local": 4, "paid": 6}
 """Maximum number of affected requests, for every kind of outage."""
-SOONEST = {"local": 10.0, "paid": OPEN_SECONDS + PERIOD_SECONDS}
+MAX_SECONDS_TO_USE = {"local": 10.0, "paid": OPEN_SECONDS + PERIOD_SECONDS}
+"""Maximum time from the end of an outage until the first tier is used again."""
 RAW = Path("benchmarks/results/outage.json")
 TIERS = {"local": "local/demo", "paid": "openai/gpt-test"}
 """The first tier of each situation."""
@@ -175,7 +176,7 @@ def tables(found: Sequence[Situation]) -> Iterator[str]:
         slowest = max((answer.answered - answer.sent for answer in one.meanwhile), default=float("nan"))
         failed = sum(answer.status != 200 for answer in one.answers)
         yield (
-            f"{one.route}, {one.how}: {one.reached} of {len(one.meanwhile)} user requests reached it, "
+            f"{one.route}, {one.how}: {one.reached} of {len(one.meanwhile)} user requests reached the first tier, "
             f"{one.probes} probes; used again after {one.used_again:.1f} s; "
             f"the slowest answer took {slowest:.1f} s, {failed} failed"
         )
@@ -186,7 +187,7 @@ def bars(found: Sequence[Situation]) -> Iterator[Bar]:
     for one in found:
         name = f"outage_{one.route}_{one.how}"
         yield Bar(f"{name}_user_requests", one.reached, "requests", "<=", MOST[one.route])
-        yield Bar(f"{name}_used_again", one.used_again, "s", "<=", SOONEST[one.route])
+        yield Bar(f"{name}_used_again", one.used_again, "s", "<=", MAX_SECONDS_TO_USE[one.route])
 
 
 async def _run(hows: Sequence[str], seconds: float) -> list[Situation]:

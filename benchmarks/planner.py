@@ -32,7 +32,7 @@ GIB, MIB = 2**30, 2**20
 NOW = 10_000.0
 BOUNDS = {(100, 8): 5.0, (1000, 64): 100.0}
 """Target for the 99th percentile of a decision in milliseconds, by numbers of models and devices."""
-STANDINGS = {
+STATE_WEIGHTS = {
     EvictionState.IDLE: 12,
     EvictionState.YOUNG: 2,
     EvictionState.BUSY: 4,
@@ -40,6 +40,7 @@ STANDINGS = {
     EvictionState.LEAVING: 1,
     EvictionState.FIXED: 1,
 }
+"""How often a model of a random state has each eviction state."""
 RAW = Path("benchmarks/results/planner.json")
 
 
@@ -77,7 +78,7 @@ def _state(chance: random.Random, models: int, devices: int) -> State:
         if ledger.lacks(need):
             continue
         ledger = ledger.reserve(id, id, need).commit(id, need)
-        eviction_state = chance.choices(list(STANDINGS), weights=list(STANDINGS.values()))[0]
+        eviction_state = chance.choices(list(STATE_WEIGHTS), weights=list(STATE_WEIGHTS.values()))[0]
         held.append(Held(id, id, eviction_state, need, NOW - chance.uniform(0, 3600), chance.uniform(0.5, 60)))
     return State(_request(chance, ledger, names), ledger, held, _policy(chance, len(held)))
 

@@ -72,7 +72,7 @@ NEEDS = frozenset(("chat",))
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
 class Resident:
-    """A loaded model of a node: when each of its places is free, and its requests."""
+    """A loaded model of a node: when each of its slots is free, and its requests."""
 
     def __init__(self, ready_at: float) -> None:
         self.ready_at = ready_at
@@ -248,7 +248,7 @@ class Simulation:
         return self.now >= WARM_UP_SECONDS
 
     # --- the run -----------------------------------------------------------------------------------------------------
-    def at(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
         """Runs `act` after some time."""
         heapq.heappush(self._events, (self.now + seconds, next(self._order), act, args))
 
@@ -258,13 +258,13 @@ class Simulation:
         for node in self.nodes.values():
             for gateway in self.gateways:
                 gateway.table.update(node.name, {model: cold(model) for model in node.models})
-                self.at(chance.uniform(0, POLL_SECONDS), self.poll, gateway, node)
+                self.after(chance.uniform(0, POLL_SECONDS), self.poll, gateway, node)
         both = ANSWER_SECONDS + PAUSE_SECONDS
         for _ in range(int(number * MEAN_LOAD * both / ANSWER_SECONDS)):
-            self.at(chance.uniform(0, both), self.ask, self.conversation(chance.randrange(TURNS)), ())
-        self.at(0.0, self.begin, number * MEAN_LOAD / ANSWER_SECONDS / TURNS)
-        self.at(SECONDS_BETWEEN_LOSSES * 1000 / number, self.lose)
-        self.at(REBALANCE_SECONDS, self.rebalance, RebalanceState())
+            self.after(chance.uniform(0, both), self.ask, self.conversation(chance.randrange(TURNS)), ())
+        self.after(0.0, self.begin, number * MEAN_LOAD / ANSWER_SECONDS / TURNS)
+        self.after(SECONDS_BETWEEN_LOSSES * 1000 / number, self.lose)
+        self.after(REBALANCE_SECONDS, self.rebalance, RebalanceState())
         while self._events and self._events[0][0] < self.end:
             self.now, _, act, args = heapq.heappop(self._events)
             act(*args)
@@ -282,7 +282,7 @@ class Simulation:
     def begin(self, rate: float) -> None:
         """A conversation begins; the next one follows."""
         self.ask(self.conversation(), ())
-        self.at(self.chance.expovariate(rate), self.begin, rate)
+        self.after(self.chance.expovariate(rate), self.begin, rate)
 
     # --- requests ----------------------------------------------------------------------------------------------------
     def ask(self, talk: Conversation, excluded: tuple[str, ...], gateway: Gateway | None = None) -> None:
@@ -299,7 +299,7 @@ class Simulation:
             self.considered += len(facts)
         if not isinstance(choice, ChosenNode):
             self.waits += self.is_measured
-            self.at(1.0, self.ask, talk, ())
+            self.after(1.0, self.ask, talk, ())
             return
         node = self.nodes[choice.name]
         held = node.residents.get(talk.model)
@@ -319,7 +319,7 @@ class Simulation:
     def _load(self, node: Node, model: str) -> Resident:
         held = node.residents[model] = Resident(self.now + LOAD_SECONDS)
         node.note(model)
-        self.at(LOAD_SECONDS, node.note, model)
+        self.after(LOAD_SECONDS, node.note, model)
         return held
 
     def _serve(self, gateway: Gateway, node: Node, held: Resident, talk: Conversation, tokens: int) -> None:
@@ -341,7 +341,7 @@ class Simulation:
             self.ttft_seconds.append(start - self.now)
         request = Request(gateway, node, held, talk, tokens)
         node.running[request] = None
-        self.at(end - self.now, self.done, request)
+        self.after(end - self.now, self.done, request)
 
     def _end(self, request: Request) -> None:
         """A request leaves its node."""
@@ -363,7 +363,7 @@ class Simulation:
         self._store(node, talk, talk.blocks.hashes[-MAX_OF_A_SEQUENCE:], talk.had)
         talk.turn += 1
         if talk.turn < TURNS:
-            self.at(self.chance.expovariate(1 / PAUSE_SECONDS), self.ask, talk, ())
+            self.after(self.chance.expovariate(1 / PAUSE_SECONDS), self.ask, talk, ())
 
     def _store(self, node: Node, talk: Conversation, labels: tuple[str, ...], tokens: int) -> None:
         """The KV cache of the conversation is stored, and the oldest one is removed."""
@@ -373,7 +373,7 @@ class Simulation:
             node.cache[key] = found
         while len(node.cache) > CACHED_CONVERSATIONS:
             node.labels.remove(node.cache.popitem(last=False)[1][1])
-        self.at(EVENT_SECONDS, self.report, node, *node.labels.take_changes())
+        self.after(EVENT_SECONDS, self.report, node, *node.labels.take_changes())
 
     # --- what gateways learn -----------------------------------------------------------------------------------------
     def poll(self, gateway: Gateway, node: Node) -> None:
@@ -382,7 +382,7 @@ class Simulation:
             for model in node.changed[gateway.number]:
                 gateway.table.update_model(node.name, node.status(model, self.now))
             node.changed[gateway.number].clear()
-        self.at(POLL_SECONDS, self.poll, gateway, node)
+        self.after(POLL_SECONDS, self.poll, gateway, node)
 
     def report(self, node: Node, stored: Sequence[str], removed: Sequence[str]) -> None:
         """The gateways get a `kv` event."""
@@ -401,7 +401,7 @@ class Simulation:
             if (name := cheapest(copy, plans, {})) is not None:
                 self._load(self.nodes[name], copy.model)
                 self.copies += 1
-        self.at(REBALANCE_SECONDS, self.rebalance, state)
+        self.after(REBALANCE_SECONDS, self.rebalance, state)
 
     def lose(self) -> None:
         """A node leaves, which the gateways learn one after the other; it returns later.
@@ -418,9 +418,9 @@ class Simulation:
         node.cache.clear()
         node.labels = Labels(MAX_LABELS_OF_A_NODE)
         for gateway in self.gateways:
-            self.at(self.chance.uniform(0, 2 * POLL_SECONDS), self.forget, gateway, node)
-        self.at(AWAY_SECONDS, self.come_back, node)
-        self.at(SECONDS_BETWEEN_LOSSES * 1000 / len(self.nodes), self.lose)
+            self.after(self.chance.uniform(0, 2 * POLL_SECONDS), self.forget, gateway, node)
+        self.after(AWAY_SECONDS, self.come_back, node)
+        self.after(SECONDS_BETWEEN_LOSSES * 1000 / len(self.nodes), self.lose)
 
     def forget(self, gateway: Gateway, node: Node) -> None:
         """A gateway learns that a node has left."""

@@ -1,4 +1,4 @@
-"""`make bench-schema`: how much of JSON Schema constraints enforce, by the public JSON-Schema-Test-Suite.
+"""`make bench-schema`: how much of JSON Schema the constraints enforce, by the public JSON-Schema-Test-Suite.
 
 No model runs. Every schema of the suite is compiled with `strict`, and refused ones are counted. Every test instance is
 written as compact JSON, tokenized with the vocabulary of the bundled model, and checked against the masks token by
@@ -48,7 +48,11 @@ MAX_ORDERS = 120
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one file of the suite."""
+    """Counts of one file of the suite: schemas, and verdicts of the masks on the instances of compiled ones.
+
+    `agree`: as in the suite. `spelled`: a valid instance is accepted in another spelling only. `strict`: a valid one is
+    rejected. `lenient`: an invalid one is accepted.
+    """
 
     compiled: int = 0
     refused: int = 0

@@ -40,7 +40,7 @@ TIMEOUT_SECONDS = 300.0
 MAX_SECONDS = 1800.0
 """Maximum time of one situation."""
 MAX_ABSENCES = 1.5
-"""Target for a wait in absences: one, and half of another for requests that are answered before in the same turn."""
+"""Target for the longest wait, in units of the longest absence; the half is for requests that are answered first."""
 RAW = Path("benchmarks/results/turns.json")
 _THERE = ("ready", "busy")
 

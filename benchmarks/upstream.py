@@ -2,7 +2,8 @@
 
 Streams are those of the inference service (chunks as a worker writes them; also /v1/models, /events, /readyz); whole
 answers are OpenAI's. A stream without a pace arrives as a worker would send it with a long `stream_interval`: the first
-token, then all others with the end. It uses raw asyncio protocols, because it shares its core with the load generator.
+token, then all others with the end. The service uses raw asyncio protocols, because it shares its core with the load
+generator.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _STREAM_HEAD = (
 )
 _STREAM = _STREAM_HEAD + _ROLE + TOKEN * ANSWER_TOKENS + _LAST
 _JOINED = _STREAM_HEAD + _ROLE + TOKEN + _chunk(b'{"content":"%b"}' % (_WORD * (ANSWER_TOKENS - 1)).encode()) + _LAST
-UNREAD_MILLISECONDS = 100
+LONG_INTERVAL_MILLISECONDS = 100
 """With a stream interval from this on, all tokens but the first are sent as one chunk."""
 
 
@@ -252,7 +253,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body: list[bytes] = []
-        self._unread = False
+        self._has_long_interval = False
         self._phase: int | None = None
         self._left = 0
 
@@ -263,7 +264,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if (interval := _INTERVAL.search(data)) is not None:
-            self._unread = int(interval[1]) >= UNREAD_MILLISECONDS
+            self._has_long_interval = int(interval[1]) >= LONG_INTERVAL_MILLISECONDS
         self._parser.feed_data(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -282,7 +283,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         url, self._url = self._url, b""
         body, self._body = b"".join(self._body), []
-        unread, self._unread = self._unread, False
+        is_joined, self._has_long_interval = self._has_long_interval, False
         if not url.endswith(b"/chat/completions"):
             self.write(_OTHERS.get(url, _NOTHING))
             if url == b"/events":
@@ -296,7 +297,7 @@ class _Connection(asyncio.Protocol):
         elif model == CLOUD_BEGUN:
             self._begin_stream(_CLOUD[CLOUD_SHORT][0])
         elif model == AT_ONCE:
-            self.write((_JOINED if unread else _STREAM) if streams else _WHOLE)
+            self.write((_JOINED if is_joined else _STREAM) if streams else _WHOLE)
         elif model == BUSY:
             self.write(_REFUSAL)
         elif model != SILENT:
