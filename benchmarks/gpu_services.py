@@ -84,8 +84,8 @@ def growth(target: Target) -> Iterator[Row]:
     with service(target, {"grows": {"path": str(path_of(shape)), "memory_overhead": 0}}) as stack:
         if target.simulated:
             with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-                rig.tell("contexts", "gpu-0", bytes=CONTEXT_BYTES)
-                rig.tell("tell", "gpu-0")
+                rig.send("contexts", "gpu-0", bytes=CONTEXT_BYTES)
+                rig.send("tell", "gpu-0")
         plan = post(stack, "/memory/plan", {"model": "grows"})
         device, planned = plan["device"], plan["need_bytes"][plan["device"]]
         post(stack, "/models/grows/load")
@@ -139,7 +139,7 @@ def _process_bytes(target: Target, stack: Stack, device: str) -> int | None:
     pid = stack.worker_pid("grows")
     if target.simulated:
         with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-            found = rig.tell("status")[device]["processes"].get(str(pid))
+            found = rig.send("status")[device]["processes"].get(str(pid))
             return None if found is None else int(found)
     return asyncio.run(_driver_bytes(target, device, pid))
 

@@ -97,7 +97,7 @@ class Bench:
         self._stack.ask("/models/demo/load", {}, direct=True, seconds=120)
         self.turn([{"role": "user", "content": "Hello!"}])
         with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
-            rig.tell("pace", seconds=self._pace_seconds)
+            rig.send("pace", seconds=self._pace_seconds)
         return self
 
     def __exit__(self, *_error: object) -> None:

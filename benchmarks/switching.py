@@ -152,7 +152,7 @@ class Bench:
         if self._place.startswith("gpu"):
             return max(0, self._observed_bytes() - self._before_bytes), 0
         with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
-            status = rig.tell("status")["gpu-0"]
+            status = rig.send("status")["gpu-0"]
             return int(status["used_bytes"]), int(status["suspended_bytes"])
 
     def _observed_bytes(self) -> int:

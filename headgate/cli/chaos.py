@@ -158,12 +158,12 @@ def _device(session: Session, fault: Fault) -> Done:
 
     path = socket_directory(session.state) / SOCKET_NAME
     with Control(path) as control:
-        before = control.tell("status")
+        before = control.send("status")
         names = list(before) if session.args.device is None else [session.args.device]
         if unknown := set(names) - set(before):
             raise UsageError(f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}")
         for name in names:
-            control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
+            control.send(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
     ends = _ENDS.get(fault.do)
 
     def undo() -> None:
@@ -171,7 +171,7 @@ def _device(session: Session, fault: Fault) -> Done:
             with Control(path) as control:
                 for name in names:
                     for do, amount in ends(before[name]) if ends else ():
-                        control.tell(do, name, **amount)
+                        control.send(do, name, **amount)
         except SimulatorError as error:
             raise HeadgateError(f"undoing {fault.name} on {', '.join(names)} failed: {error}") from error
 

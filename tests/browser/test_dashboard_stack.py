@@ -94,9 +94,9 @@ def _performs_every_action(page: Any) -> None:
 def _recovers_a_device(page: Any, stack: Stack) -> None:
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
         page.locator('nav a[href="#/memory"]').click()
-        rig.tell("cut", device="gpu-0")
+        rig.send("cut", device="gpu-0")
         page.get_by_role("button", name="Recover …").click(timeout=LOADED_MS)
-        rig.tell("return", device="gpu-0")
+        rig.send("return", device="gpu-0")
         page.get_by_role("dialog").get_by_text("gpu-0 is").wait_for()
         page.get_by_role("dialog").get_by_role("button", name="Recover gpu-0").click()
         page.get_by_role("dialog").get_by_text("Done.").wait_for(timeout=LOADED_MS)

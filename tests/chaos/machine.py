@@ -50,10 +50,10 @@ class Machine:
         self._syncing.join()
         self._devices.__exit__()
 
-    def tell(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
+    def send(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
         """Sends a command to the simulator; returns the status of every device."""
         with self._turn:
-            status = self._sim.tell(do, device, **amount)
+            status = self._sim.send(do, device, **amount)
             names = {device} if device else set(status)
             if do == "cut":
                 self.cut |= names
@@ -73,7 +73,7 @@ class Machine:
         with self._turn:
             self._sim.restore()
             for device in self.cut:
-                self._sim.tell("cut", device)
+                self._sim.send("cut", device)
             self._write()
 
     def _sync(self) -> None:

@@ -204,7 +204,7 @@ class System(Clients):
 
     async def simulator(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
         """Sends a command to the simulator; returns the status of every device. Raises SimulatorError without one."""
-        return await asyncio.to_thread(lambda: self.machine.tell(do, device, **amount))
+        return await asyncio.to_thread(lambda: self.machine.send(do, device, **amount))
 
     async def devices(self) -> Mapping[str, Mapping[str, Any]]:
         """The devices as the inference service shows them; raises httpx2.HTTPError."""

@@ -109,19 +109,19 @@ async def test_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypat
         nvidia = GgmlProbe({}, listing=machine.listing)
         await nvidia.start()
         for command in ({}, {"do": "foreign", "device": "gpu-1", "bytes": 100 * MIB}, {"do": "shrink", "bytes": MIB}):
-            machine.tell(**{"do": "status", **command})
+            machine.send(**{"do": "status", **command})
             await simulated.refresh()
             await nvidia.refresh()
             assert [figures(reading) for reading in nvidia.readings()] == [
                 figures(reading) for reading in simulated.readings()
             ]
-        machine.tell("cut", "gpu-0")
+        machine.send("cut", "gpu-0")
         await nvidia.refresh()
         await simulated.refresh()
         assert [reading.sign for reading in simulated.readings()] == [Sign.FAILED, Sign.HEALTHY]
         assert [reading.sign for reading in nvidia.readings()] == [Sign.FAILED, Sign.HEALTHY]
         assert "(15)" in nvidia.readings()[0].note
-        machine.tell("heal")
+        machine.send("heal")
         await nvidia.refresh()
         await simulated.refresh()
         assert {reading.sign for reading in (*simulated.readings(), *nvidia.readings())} == {Sign.HEALTHY}
@@ -151,7 +151,7 @@ async def test_end_of_the_simulator_loses_its_devices_without_a_hang() -> None:
     await asyncio.wait_for(noticed.wait(), 10)
     assert {reading.sign for reading in probe.readings()} == {Sign.MISSING}
     with pytest.raises(HeadgateError, match="has ended"):
-        await probe.tell("status")
+        await probe.send("status")
     await probe.refresh()
     assert {reading.sign for reading in probe.readings()} == {Sign.MISSING}
     assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
@@ -175,7 +175,7 @@ async def test_simulator_restarts_after_its_loss_was_reported() -> None:
     noticed = asyncio.Event()
     probe.listen(noticed.set)
     await probe.start()
-    await probe.tell("foreign", "gpu-0", bytes=MIB)
+    await probe.send("foreign", "gpu-0", bytes=MIB)
     await probe.refresh()
     before = [identity(reading) for reading in probe.readings()]
     first = await ended(probe, noticed)
@@ -270,9 +270,9 @@ async def test_refused_command_of_the_simulator_has_its_message() -> None:
     probe = SimProbe(SIZES)
     await probe.start()
     with pytest.raises(HeadgateError, match="other processes can use 0 to 629145600 bytes"):
-        await probe.tell("foreign", "gpu-0", bytes=2**40)
+        await probe.send("foreign", "gpu-0", bytes=2**40)
     with Control(probe.socket_path) as control, pytest.raises(SimulatorError, match="did you mean stall"):
-        control.tell("stal")
+        control.send("stal")
     await probe.refresh()
     assert {reading.sign for reading in probe.readings()} == {Sign.HEALTHY}
     await probe.close()

@@ -83,9 +83,9 @@ async def test_trial_passes_if_the_device_computes(machine: SimMachine) -> None:
     await probe.refresh()
     await asyncio.gather(probe.trial("gpu-0"), probe.trial("gpu-1"))
     machine.restore()
-    machine.tell("refuse", "gpu-0")
+    machine.send("refuse", "gpu-0")
     await probe.trial("gpu-0")
-    machine.tell("heal")
+    machine.send("heal")
     machine.strike("off-the-bus", "gpu-1")
     with pytest.raises(HelperError, match=r"trial of gpu-1 failed: the device at .* does not answer"):
         await probe.trial("gpu-1")

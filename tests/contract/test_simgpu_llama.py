@@ -39,13 +39,13 @@ def shared() -> Iterator[SimDevices]:
 @pytest.fixture
 def devices(shared: SimDevices) -> Iterator[SimDevices]:
     """Healthy and empty devices."""
-    shared.control.tell("heal")
+    shared.control.send("heal")
     wait_until("the devices are empty", lambda: is_empty(shared))
     yield shared
 
 
 def is_empty(devices: SimDevices) -> bool:
-    return not any(device["used_bytes"] or device["connections"] for device in devices.control.tell("status").values())
+    return not any(device["used_bytes"] or device["connections"] for device in devices.control.send("status").values())
 
 
 def grant(devices: SimDevices, *names: str, **changes: Any) -> worker_link.Grant:
@@ -80,7 +80,7 @@ def test_reported_buffers_equal_the_count_of_the_device(tmp_path: Path, devices:
 @pytest.mark.parametrize("room_bytes", [MIB // 8, 3 * MIB // 2], ids=["weights", "cache"])
 def test_load_over_capacity_fails_with_oom_load(tmp_path: Path, devices: SimDevices, room_bytes: int) -> None:
     """The worker reports oom_load and ends; nothing remains."""
-    devices.tell("shrink", bytes=room_bytes)
+    devices.send("shrink", bytes=room_bytes)
     with WorkerRig(tmp_path, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
         assert rig.wait() >= 0
@@ -90,7 +90,7 @@ def test_load_over_capacity_fails_with_oom_load(tmp_path: Path, devices: SimDevi
 
 def test_allocation_can_be_refused_on_command(tmp_path: Path, devices: SimDevices) -> None:
     """The device refuses one allocation although it has free memory: that load fails, and the next one succeeds."""
-    devices.tell("refuse", count=1)
+    devices.send("refuse", count=1)
     with WorkerRig(tmp_path, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
     assert not devices.status()["refusing"]
@@ -105,7 +105,7 @@ def test_capacity_is_shared_by_all_clients_and_foreign_processes(tmp_path: Path,
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         used = devices.status()["used_bytes"]
-        there = devices.tell("foreign", bytes=SIZE - used - used // 2)
+        there = devices.send("foreign", bytes=SIZE - used - used // 2)
         assert (there["free_bytes"], there["used_bytes"]) == (used // 2, SIZE - used // 2)
         second = tmp_path / "second"
         second.mkdir()
@@ -118,7 +118,7 @@ def test_cut_device_ends_its_worker_with_device_lost(tmp_path: Path, devices: Si
     """The next step aborts the process with a text for device_lost; the returned device is empty and usable."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
-        there = devices.tell("cut")
+        there = devices.send("cut")
         assert (there["lost"], there["used_bytes"], there["connections"]) == (True, 0, 0)
         with pytest.raises((OSError, AssertionError)):
             rig.post("/v1/completions", ASK)
@@ -129,7 +129,7 @@ def test_cut_device_ends_its_worker_with_device_lost(tmp_path: Path, devices: Si
     lost.mkdir()
     with WorkerRig(lost, grant(devices)) as rig:
         assert rig.expect(worker_link.Failed).cause == ExitCause.DEVICE_LOST
-    devices.tell("return")
+    devices.send("return")
     back = tmp_path / "back"
     back.mkdir()
     with WorkerRig(back, grant(devices)) as rig:
@@ -143,7 +143,7 @@ def test_stalled_device_blocks_its_worker_and_frees_memory_when_it_is_killed(
     """The step in the heartbeat grows without an end; SIGKILL frees the device."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
-        devices.tell("stall")
+        devices.send("stall")
         with rig.connection(seconds=30) as connection:
             connection.request("POST", "/v1/completions", b'{"prompt": "x"}', {"content-type": "application/json"})
             wait_until("a step hangs", lambda: (rig.next_beat().step_seconds or 0) > 0.6)
@@ -153,13 +153,13 @@ def test_stalled_device_blocks_its_worker_and_frees_memory_when_it_is_killed(
 
 
 def test_memory_can_be_released_late(tmp_path: Path, devices: SimDevices) -> None:
-    devices.tell("late")
+    devices.send("late")
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
         used = devices.status()["used_bytes"]
     wait_until("the worker ended", lambda: devices.status()["connections"] == 0)
     assert devices.status()["used_bytes"] == devices.status()["late_bytes"] >= used
-    assert devices.tell("settle")["used_bytes"] == 0
+    assert devices.send("settle")["used_bytes"] == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
@@ -169,7 +169,7 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
         rig.ready()
         first = rig.post("/v1/completions", ASK)[1]["choices"]
         pid, used = rig.process.pid, devices.status()["used_bytes"]
-        there = devices.tell("suspend", pid=pid)
+        there = devices.send("suspend", pid=pid)
         assert (there["used_bytes"], there["suspended_bytes"], there["free_bytes"]) == (0, used, SIZE)
         for do, other, words in (
             ("suspend", pid, "suspended on gpu-0 already"),
@@ -177,18 +177,18 @@ def test_suspended_worker_answers_only_after_it_is_resumed(tmp_path: Path, devic
             ("resume", 1, "not suspended"),
         ):
             with pytest.raises(SimulatorError, match=words):
-                devices.tell(do, pid=other)
+                devices.send(do, pid=other)
         with rig.connection(seconds=30) as connection:
             connection.request("POST", "/v1/completions", json.dumps(ASK), {"content-type": "application/json"})
             wait_until("a step waits", lambda: (rig.next_beat().step_seconds or 0) > 0.3)
-            devices.tell("shrink", bytes=used - 1)
+            devices.send("shrink", bytes=used - 1)
             with pytest.raises(
                 SimulatorError, match=f"needs {used} bytes of gpu-0, which has too little free memory"
             ) as refused:
-                devices.tell("resume", pid=pid)
+                devices.send("resume", pid=pid)
             assert refused.value.by_device_state
-            devices.tell("heal")
-            assert devices.tell("resume", pid=pid)["used_bytes"] == used
+            devices.send("heal")
+            assert devices.send("resume", pid=pid)["used_bytes"] == used
             assert json.load(connection.getresponse())["choices"] == first
 
 
@@ -197,12 +197,12 @@ def test_computing_worker_is_not_suspended(tmp_path: Path, devices: SimDevices) 
     """A stalled device refuses the command, and the worker continues when the device does."""
     with WorkerRig(tmp_path, grant(devices)) as rig:
         rig.ready()
-        devices.tell("stall")
+        devices.send("stall")
         with pytest.raises(SimulatorError, match="is using gpu-0"):
-            devices.tell("suspend", pid=rig.process.pid)
-        devices.tell("heal")
+            devices.send("suspend", pid=rig.process.pid)
+        devices.send("heal")
         assert rig.post("/v1/completions", ASK)[0] == 200
-        devices.tell("suspend", pid=rig.process.pid)
+        devices.send("suspend", pid=rig.process.pid)
         rig.process.kill()
         wait_until("all memory is released", lambda: is_empty(devices) and not devices.status()["suspended_bytes"])
 

@@ -69,11 +69,11 @@ class Node:
         """Sends a command to its simulator; raises SimulatorError."""
         path = socket_directory(StateDir(self.service.root / "state")) / SOCKET_NAME
 
-        def tell() -> Mapping[str, Any]:
+        def send() -> Mapping[str, Any]:
             with Control(path) as control:
-                return control.tell(do, device, **amount)
+                return control.send(do, device, **amount)
 
-        return await asyncio.to_thread(tell)
+        return await asyncio.to_thread(send)
 
 
 @dataclass(frozen=True, slots=True)

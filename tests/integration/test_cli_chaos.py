@@ -73,7 +73,7 @@ def rig(devices: SimDevices, serve: Callable[..., None], tmp_path: Path) -> Iter
     serve([*SIMULATED, CPU])
     (socket_directory(StateDir(tmp_path / "state")) / SOCKET_NAME).symlink_to(devices.socket_path)
     yield devices
-    devices.control.tell("heal")
+    devices.control.send("heal")
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def devices(stack: Stack) -> dict[str, dict[str, Any]]:
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        return rig.tell("status")
+        return rig.send("status")
 
 
 @pytest.mark.parametrize("split_mode", ["layer", "tensor"])

@@ -56,7 +56,7 @@ def speed(stack: Stack, model: str) -> float:
 
 def used(stack: Stack) -> dict[str, int]:
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        return {name: item["used_bytes"] for name, item in rig.tell("status").items()}
+        return {name: item["used_bytes"] for name, item in rig.send("status").items()}
 
 
 def test_experts_that_do_not_fit_are_in_host_memory_and_answers_are_the_same(stack: Stack) -> None:

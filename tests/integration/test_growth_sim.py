@@ -47,14 +47,14 @@ def test_growth_under_load_is_booked_to_its_model_and_the_idle_neighbor_stays(
     stack: Stack, tells: bool, evidence: str
 ) -> None:
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        rig.tell("foreign", "gpu-0", bytes=250 * MIB)
+        rig.send("foreign", "gpu-0", bytes=250 * MIB)
         wait_until("the use is read", lambda: device(stack)["foreign_mb"] == 250)
         assert chat(stack, "demo-mini", 4)
         assert chat(stack, "demo", 1)
         if tells:
-            rig.tell("tell", "gpu-0")
+            rig.send("tell", "gpu-0")
         time.sleep(CHECKS_SECONDS)
-        rig.tell("pools", "gpu-0", bytes=48 * MIB)
+        rig.send("pools", "gpu-0", bytes=48 * MIB)
         assert chat(stack, "demo", 20)
         booked = {"gpu-0": {"mb": pytest.approx(48, abs=0.5), "evidence": evidence}}
         wait_until("the growth is booked", lambda: growth(stack, "demo") == booked)

@@ -39,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def device_status(stack: Stack, do: str = "status", **amount: float) -> dict[str, Any]:
     """The counts of the device after a command."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        return rig.tell(do, "gpu-0", **amount)["gpu-0"]
+        return rig.send(do, "gpu-0", **amount)["gpu-0"]
 
 
 def answered(stack: Stack) -> tuple[str, int]:

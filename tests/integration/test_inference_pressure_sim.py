@@ -31,18 +31,18 @@ def chat(stack: Stack, model: str) -> Any:
 def test_idle_models_make_room_for_other_programs_before_a_failure(stack: Stack) -> None:
     assert chat(stack, "demo")
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        used = rig.tell("status")["gpu-0"]["used_bytes"]
+        used = rig.send("status")["gpu-0"]["used_bytes"]
         assert used > 0
-        rig.tell("foreign", "gpu-0", bytes=int(TOTAL_BYTES * 0.85) - used)
+        rig.send("foreign", "gpu-0", bytes=int(TOTAL_BYTES * 0.85) - used)
         (record,) = wait_until("the model left", lambda: stack.ask("/memory/evictions", direct=True)["evictions"])
         assert (record["model_name"], record["reason"], record["action"]) == ("demo", "pressure", "offload")
         assert "gpu-0 is at high: 340.0 MiB of 400.0 MiB are in use" in record["explanation"][0]
         assert record["memory_freed_mb"] > 0
-        status = rig.tell("status")["gpu-0"]
+        status = rig.send("status")["gpu-0"]
         assert status["used_bytes"] == status["foreign_bytes"], "the service uses nothing on the device"
         (kept,) = wait_until("the model is warm", lambda: stack.ask("/memory/offloaded", direct=True)["offloaded"])
         assert (kept["model_key"], kept["original_device"]) == ("demo", "gpu-0")
-        rig.tell("foreign", "gpu-0", bytes=0)
+        rig.send("foreign", "gpu-0", bytes=0)
         assert chat(stack, "demo")
         samples = stack.ask("/memory/history", direct=True)["samples"]
         assert {"low", "high"} <= {sample["devices"]["gpu-0"]["pressure_level"] for sample in samples}
@@ -79,7 +79,7 @@ def test_service_that_starts_with_a_full_device_reports_it_and_serves_when_there
         assert allocations(stack) == before
         wait_until("no process remains", lambda: not of_models(stack.inference.pid))
         with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-            rig.tell("foreign", "gpu-0", bytes=0)
+            rig.send("foreign", "gpu-0", bytes=0)
             wait_until("the pressure is over", lambda: level(stack) == "low")
         assert chat(stack, "demo-mini")
     finally:
@@ -93,4 +93,4 @@ def level(stack: Stack) -> str:
 def allocations(stack: Stack) -> int:
     """All allocations on the device so far."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        return int(rig.tell("status")["gpu-0"]["allocations"])
+        return int(rig.send("status")["gpu-0"]["allocations"])

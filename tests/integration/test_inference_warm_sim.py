@@ -36,7 +36,7 @@ def post(stack: Stack, path: str, body: Any = None) -> Any:
 def used_bytes(stack: Stack, device: str) -> int:
     """The count of the device."""
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        return int(rig.tell("status")[device]["used_bytes"])
+        return int(rig.send("status")[device]["used_bytes"])
 
 
 async def test_warm_model_uses_no_device_memory_and_is_restored_on_a_device_with_room(stack: Stack) -> None:

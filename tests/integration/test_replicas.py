@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     root = tmp_path_factory.mktemp("replicas")
     stack = Stack(root, models(2), routes, inference_env={"INFERENCE_DEVICES": "sim:2x600MiB"}).start()
     with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        rig.tell("pace", seconds=PACE_SECONDS)
+        rig.send("pace", seconds=PACE_SECONDS)
     yield stack
     stack.kill()
 

@@ -45,19 +45,19 @@ def test_models_run_on_simulated_devices_until_they_are_cut(stack: Stack) -> Non
     (device,) = model["devices"]
     other = {"gpu-0": "gpu-1", "gpu-1": "gpu-0"}[device]
     with control(stack) as rig:
-        there = rig.tell("status")
+        there = rig.send("status")
         assert there[device]["allocations"] > 0
         assert there[other]["allocations"] == 0
         assert there[device]["used_bytes"] == planned[device]
-        rig.tell("cut", device)
-        assert rig.tell("status")[device]["used_bytes"] == 0
+        rig.send("cut", device)
+        assert rig.send("status")[device]["used_bytes"] == 0
         # An idle worker does not notice; the next request does, and is answered elsewhere.
         assert stack.ask("/v1/chat/completions", chat_body("hello again", max_tokens=4))["choices"]
         wait_until("the loss is shown", lambda: state_of(stack, device) == "lost")
         crashes = stack.ask("/models/demo/crashes", direct=True)["crashes"]
         assert crashes[0]["cause"] == "device_lost"
-        assert rig.tell("status")[other]["allocations"] > 0
-        rig.tell("return", device)
+        assert rig.send("status")[other]["allocations"] > 0
+        rig.send("return", device)
         wait_until("the device is healthy", lambda: state_of(stack, device) == "healthy")
 
 
@@ -65,7 +65,7 @@ def test_requests_fail_fast_without_devices_and_succeed_when_one_returns(stack: 
     """The error has the device, the reason and the time of the next try; nothing runs on the CPU."""
     stack.ask("/models/demo/load", {}, direct=True)
     with control(stack) as rig:
-        rig.tell("cut")
+        rig.send("cut")
         ask = chat_body("hello", max_tokens=4)
         assert refusal(stack, "/v1/chat/completions", ask, direct=True)[0] == 503
         wait_until("all are lost", lambda: {state_of(stack, name) for name in ("gpu-0", "gpu-1")} == {"lost"})
@@ -84,14 +84,14 @@ def test_requests_fail_fast_without_devices_and_succeed_when_one_returns(stack: 
         wait_until("the gateway refuses", lambda: "gpu-0 is lost" in refusal(stack, "/v1/chat/completions", ask)[1])
         status, health = refused_health(stack)
         assert (status, health["message"]) == (503, "gpu-0 is lost; gpu-1 is lost")
-        rig.tell("return", "gpu-1")
+        rig.send("return", "gpu-1")
         wait_until("one device is healthy", lambda: state_of(stack, "gpu-1") == "healthy")
         stack.ask("/models/demo/load", {}, direct=True)
         assert stack.model("demo")["devices"] == ["gpu-1"]
         assert stack.ask("/devices/gpu-0/recover", {}, direct=True)["device"]["state"] == "lost"
-        rig.tell("return", "gpu-0")
+        rig.send("return", "gpu-0")
         assert stack.ask("/devices/gpu-0/recover", {}, direct=True)["device"]["state"] == "healthy"
-        assert rig.tell("status")["gpu-1"]["allocations"] > 0
+        assert rig.send("status")["gpu-1"]["allocations"] > 0
 
 
 def refused_health(stack: Stack) -> tuple[int, dict[str, Any]]:
@@ -110,11 +110,11 @@ def state_of(stack: Stack, device: str) -> str:
 def test_load_whose_allocation_fails_is_reported_and_can_be_repeated(stack: Stack) -> None:
     """The memory was not free: the load fails with the cause, its memory is released, and the next load succeeds."""
     with control(stack) as rig:
-        rig.tell("refuse", count=1)
+        rig.send("refuse", count=1)
         status, message = refusal(stack, "/models/demo/load", {}, direct=True)
         assert status == 503
         assert "unable to allocate" in message
-        assert sum(device["used_bytes"] for device in rig.tell("status").values()) == 0
+        assert sum(device["used_bytes"] for device in rig.send("status").values()) == 0
         crashes = stack.ask("/models/demo/crashes", direct=True)["crashes"]
         assert crashes[0]["cause"] == "oom_load"
         wait_until("a load is possible", lambda: stack.model("demo")["state"] == "cold")
@@ -122,7 +122,7 @@ def test_load_whose_allocation_fails_is_reported_and_can_be_repeated(stack: Stac
         models = stack.ask("/memory/models", direct=True)["models"]
         estimate = next(model["estimate"] for model in models if model["model_name"] == "demo")
         assert sum(part["headroom_bytes"] for part in estimate["devices"].values()) > 0, "head-room was learned"
-        assert sum(device["allocations"] for device in rig.tell("status").values()) > 0
+        assert sum(device["allocations"] for device in rig.send("status").values()) > 0
 
 
 def test_end_of_the_simulator_loses_its_devices_and_not_the_service(stack: Stack) -> None:

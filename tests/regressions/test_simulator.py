@@ -38,7 +38,7 @@ def signalled(devices: SimDevices, number: int) -> list[int]:
 
 
 FAULTS: dict[str, Callable[[SimDevices], object]] = {
-    "cut": lambda devices: devices.tell("cut"),
+    "cut": lambda devices: devices.send("cut"),
     "server": lambda devices: signalled(devices, signal.SIGKILL),
     "simulator": lambda devices: devices.process.kill(),
 }
@@ -100,7 +100,7 @@ async def test_cancelled_simulator_command_does_not_affect_the_next_one(caplog: 
     probe = SimProbe([2**20])
     await probe.start()
     try:
-        status = asyncio.create_task(probe.tell("status"))
+        status = asyncio.create_task(probe.send("status"))
         await asyncio.sleep(0)
         status.cancel()
         await asyncio.wait({status})

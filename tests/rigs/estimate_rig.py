@@ -154,4 +154,4 @@ class EstimateRig:
 
     def _status(self, loop: asyncio.AbstractEventLoop) -> dict[str, dict[str, Any]]:
         assert self.sims is not None
-        return asyncio.run_coroutine_threadsafe(self.sims.tell("status"), loop).result(10)
+        return asyncio.run_coroutine_threadsafe(self.sims.send("status"), loop).result(10)

@@ -40,13 +40,13 @@ class SimDevices:
         self.process.communicate(timeout=10)
         self._directory.cleanup()
 
-    def tell(self, do: str, device: str = "gpu-0", **amount: float) -> dict[str, Any]:
+    def send(self, do: str, device: str = "gpu-0", **amount: float) -> dict[str, Any]:
         """Sends a command; returns the status of `device` after it."""
-        return self.control.tell(do, device, **amount)[device]
+        return self.control.send(do, device, **amount)[device]
 
     def status(self, device: str = "gpu-0") -> dict[str, Any]:
         """Figures, faults and counters."""
-        return self.tell("status", device)
+        return self.send("status", device)
 
     def grant(self, device: str = "gpu-0") -> DeviceGrant:
         """The grant of the device for a worker."""

@@ -70,22 +70,22 @@ class SimMachine:
         trouble = TROUBLES[name]
         self._troubles[None if trouble.is_everywhere else device] = trouble
         if trouble.is_cut:
-            self._control.tell("cut", None if trouble.is_everywhere else device)
+            self._control.send("cut", None if trouble.is_everywhere else device)
         self.nvml.xids += [(self._uuids[device], number) for number in trouble.xids]
         self.sync()
 
     def restore(self) -> None:
         """Ends all troubles: cut devices return empty, and NVML answers new processes."""
         self._troubles.clear()
-        self.tell("return")
+        self.send("return")
 
-    def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
+    def send(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
         """Sends a command to the simulator and updates NVML; returns the status of every device."""
-        return self._show(self._control.tell(do, device, **amount))
+        return self._show(self._control.send(do, device, **amount))
 
     def sync(self) -> dict[str, dict[str, Any]]:
         """Updates NVML from the simulator; returns the status of every device."""
-        return self.tell("status")
+        return self.send("status")
 
     # --- probes and processes --------------------------------------------------------------------------------------
     def probe(self, nvml: NvmlReader | None = None) -> GgmlProbe:

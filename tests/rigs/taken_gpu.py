@@ -19,7 +19,7 @@ class Taken(SimProbe):
     async def start(self) -> None:
         """Returns when they listen and the memory is taken."""
         await super().start()
-        await self.tell("foreign", bytes=int(os.environ["TAKEN_BYTES"]))
+        await self.send("foreign", bytes=int(os.environ["TAKEN_BYTES"]))
         await self.refresh()
 
 

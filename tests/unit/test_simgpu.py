@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inference.devices.simgpu.faults import COMMANDS, Order, parse
+from inference.devices.simgpu.faults import COMMANDS, ParsedCommand, parse
 from inference.devices.simgpu.rpc_server import PIECE_BYTES, Swap, SwapError
 from inference.devices.simgpu.rpc_wire import Command, Conversation, WireError, reply, request
 from inference.environment_settings import parse_choice
@@ -61,20 +61,20 @@ def test_invalid_device_setting_is_rejected_with_what_is_wrong_with_it(text: str
 
 
 @pytest.mark.parametrize(
-    ("given", "order"),
+    ("given", "command"),
     [
-        ({"do": "status"}, Order("status")),
-        ({"do": "cut", "device": "gpu-1"}, Order("cut", "gpu-1")),
-        ({"do": "refuse"}, Order("refuse", None, math.inf)),
-        ({"do": "refuse", "count": 2}, Order("refuse", None, 2)),
-        ({"do": "refuse_after", "count": 1}, Order("refuse_after", None, 1)),
-        ({"do": "slow", "device": None, "seconds": 0.5}, Order("slow", None, 0.5)),
-        ({"do": "shrink", "bytes": 0}, Order("shrink", None, 0)),
-        ({"do": "suspend", "device": "gpu-0", "pid": 7}, Order("suspend", "gpu-0", 7)),
+        ({"do": "status"}, ParsedCommand("status")),
+        ({"do": "cut", "device": "gpu-1"}, ParsedCommand("cut", "gpu-1")),
+        ({"do": "refuse"}, ParsedCommand("refuse", None, math.inf)),
+        ({"do": "refuse", "count": 2}, ParsedCommand("refuse", None, 2)),
+        ({"do": "refuse_after", "count": 1}, ParsedCommand("refuse_after", None, 1)),
+        ({"do": "slow", "device": None, "seconds": 0.5}, ParsedCommand("slow", None, 0.5)),
+        ({"do": "shrink", "bytes": 0}, ParsedCommand("shrink", None, 0)),
+        ({"do": "suspend", "device": "gpu-0", "pid": 7}, ParsedCommand("suspend", "gpu-0", 7)),
     ],
 )
-def test_valid_commands_are_parsed(given: Any, order: Order) -> None:
-    assert parse(given, ["gpu-0", "gpu-1"]) == order
+def test_valid_commands_are_parsed(given: Any, command: ParsedCommand) -> None:
+    assert parse(given, ["gpu-0", "gpu-1"]) == command
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,14 @@ class Machine:
     async def answer(self, line: bytes) -> dict[str, Any]:
         """Runs one command; returns the status or an error."""
         try:
-            order = parse(json.loads(line), [device.id for device in self.devices])
+            command = parse(json.loads(line), [device.id for device in self.devices])
             for device in self.devices:
-                if order.device in (None, device.id):
-                    await device.run_command(order)
+                if command.device in (None, device.id):
+                    await device.run_command(command)
         except ValueError as error:  # includes JSONDecodeError
             return {"error": str(error), "by_device_state": isinstance(error, StateError)}
-        if order.do != "status":
-            log.info("command for %s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
+        if command.do != "status":
+            log.info("command for %s: %s", command.device or "all devices", line.decode("utf-8", "replace").strip())
         return self.status()
 
 

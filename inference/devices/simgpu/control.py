@@ -85,7 +85,7 @@ class Control:
             raise SimulatorError(f"no simulated device answers at {path} ({error.strerror or error})") from None
         self._answers = self._sock.makefile("rb")
 
-    def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
+    def send(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
         """Runs one command of `faults.COMMANDS`. Returns the status of all devices by id."""
         try:
             self._sock.sendall(_line(do, device, amount))

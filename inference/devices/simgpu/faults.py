@@ -38,7 +38,7 @@ _OF_ONE_DEVICE = frozenset({"suspend", "resume"})
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ParsedCommand:
     """A valid command. `device` None stands for all devices; `amount` is in the unit of the parameter."""
 
     do: str
@@ -46,7 +46,7 @@ class Order:
     amount: float = math.inf
 
 
-def parse(data: object, devices: list[str]) -> Order:
+def parse(data: object, devices: list[str]) -> ParsedCommand:
     """The command in `data`. Raises ValueError with the mistake."""
     if not isinstance(data, dict):
         raise ValueError('a command is an object such as {"do": "status"}')
@@ -66,8 +66,8 @@ def parse(data: object, devices: list[str]) -> Order:
     if not parameter or data.get(parameter) is None:
         if name in _NEEDED:
             raise ValueError(f"{name} needs the parameter {parameter}")
-        return Order(name, device)
-    return Order(name, device, _amount(parameter, data[parameter]))
+        return ParsedCommand(name, device)
+    return ParsedCommand(name, device, _amount(parameter, data[parameter]))
 
 
 def _amount(parameter: str, value: Any) -> float:

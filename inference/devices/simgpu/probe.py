@@ -86,7 +86,7 @@ class SimProbe(Probe):
             await self._reopen(process.returncode)
             return
         try:
-            status = await self.tell("status")
+            status = await self.send("status")
         except SimulatorError as error:
             self._mark_all(
                 str(error), Sign.UNCERTAIN if process is None or process.returncode is None else Sign.MISSING
@@ -102,7 +102,7 @@ class SimProbe(Probe):
         """The next refresh starts an ended simulator without a delay."""
         self._reopening, self._is_loss_reported = Reopening(), True
 
-    async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
+    async def send(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
         """Runs one command of `faults.COMMANDS`; returns the status of all devices by id. Raises SimulatorError."""
         if self._process is None or self._process.returncode is not None:
             raise SimulatorError("the simulator has ended")

@@ -21,7 +21,7 @@ from typing import Any
 
 from headgate.shared import ports
 from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, ServerEndedError, Servers
-from inference.devices.simgpu.faults import Order
+from inference.devices.simgpu.faults import ParsedCommand
 from inference.devices.simgpu.rpc_relay import Pace, Relay
 from inference.devices.simgpu.rpc_wire import Conversation, WireError
 from inference.devices.simgpu.simulated_memory import ALL, Memory
@@ -127,10 +127,10 @@ class Device:
             **asdict(memory.counters),
         }
 
-    async def run_command(self, order: Order) -> None:
+    async def run_command(self, command: ParsedCommand) -> None:
         """Runs one command; raises ValueError if it is not possible."""
-        amount = order.amount
-        match order.do:
+        amount = command.amount
+        match command.do:
             case "refuse":
                 self.memory = replace(self.memory, failures_left=amount, successes_left=None)
             case "refuse_after":
