@@ -101,6 +101,20 @@ def test_longer_residency_is_recommended_for_models_that_swap_and_do_not_fit_tog
     assert site.alerts() == {}
 
 
+def test_swaps_of_models_that_are_in_use_raise_the_alert() -> None:
+    """Each has a running request when it must leave for the other."""
+    site = Site("a", "b", gpus=(), memory_limit_gb=0.3)
+    lease = site.world.leased("a")
+    for name in ["b", "a"] * (SWAPS // 2):
+        ticket = site.world.want(name)
+        site.world.live(5)
+        site.world.finish(lease)
+        site.world.live(5)
+        lease = site.world.grants[ticket]
+    assert len(site.world.state.evictions) == SWAPS
+    assert set(site.alerts()[Kind.THRASH]) == {"models.a.min_residency", "models.b.min_residency"}
+
+
 @pytest.mark.parametrize(
     ("settings", "gpus", "setting"),
     [

@@ -57,7 +57,7 @@ def test_model_that_is_never_idle_is_unloaded_for_another() -> None:
     keep_busy(world, "a", until=lambda: world.model("a").loads == 2)
     first = world.state.evictions[0]
     assert (first.model_name, first.reason) == ("a", Reason.MEMORY_WANTED)
-    assert "the turn of a is over" in first.explanation[0]
+    assert "the turn of a is over" in first.explanation[1]
 
 
 def test_twenty_swaps_under_load_fail_no_request() -> None:

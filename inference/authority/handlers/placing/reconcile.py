@@ -247,11 +247,11 @@ def _make_room(draft: Draft, id: str, placement: Placement) -> None:
         worker = draft.worker_of(name)
         if worker is None:
             continue
-        why = f"room for {id}"
+        why = [f"{advisor.ROOM_FOR}{id}"]
         if worker.leases:
-            why += f", whose requests have waited {draft.now - wanted_at:.1f} s: the turn of {name} is over"
+            why.append(f"requests for {id} have waited {draft.now - wanted_at:.1f} s: the turn of {name} is over")
         action = Action.OFFLOAD if name in kept else Action.UNLOAD
-        departure.leave(draft, name, Reason.MEMORY_WANTED, action, (why, *placement.trace))
+        departure.leave(draft, name, Reason.MEMORY_WANTED, action, (*why, *placement.trace))
 
 
 def _refuse(draft: Draft, id: str, found: Decision) -> bool:
@@ -291,7 +291,7 @@ def _awaits_verdict(draft: Draft, id: str) -> bool:
 
 def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     for name in found.give_up:
-        explanation = (f"room for {id}", *refusal.trace)
+        explanation = (f"{advisor.ROOM_FOR}{id}", *refusal.trace)
         departure.leave(draft, name, Reason.MEMORY_WANTED, explanation=explanation)
         draft.set_model(id, eviction_began_at=min(draft.model(id).eviction_began_at, draft.now))
     models: Mapping[str, object] = draft.state.models

@@ -39,6 +39,7 @@ LATELY_SECONDS = 600.0
 """How long refusals and full devices raise an alert."""
 MAX_REFUSED = 10
 ROOM_FOR = "room for "
+"""The first explanation of an eviction is this text and the id of the other model."""
 
 
 # --- what happened ---------------------------------------------------------------------------------------------------
