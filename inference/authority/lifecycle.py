@@ -131,6 +131,7 @@ class Reason(StrEnum):
     MOVED = "moved"
     """it moves to another device"""
     CHANGED = "its configuration changed"
+    """or its file"""
     LOWERED = "a limit was lowered"
     """models use more memory than the new limit"""
     DEVICE = "device"

@@ -223,6 +223,7 @@ def test_warm_model_is_dropped_when_its_file_changes() -> None:
     world.used("a")
     world.live(5)
     assert (world.model("a").loads, world.state.restorations) == (2, 0)
+    assert world.state.evictions[-1].explanation == ("its file changed: /models/a.gguf",)
 
 
 # --- records of departures ------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from inference.authority.retention import Mechanism
 from inference.authority.state import FixCheck, FixKey, Purpose, TimerKind
 from inference.devices.device import CPU
 from inference.errors import InferenceError, MemoryLimitExceededError, ModelFailed
+from inference.file_stamp import changed
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
 
@@ -205,7 +206,9 @@ def _drops_stale(draft: Draft, id: str) -> bool:
         return False
     why = keeping.why_not_restorable(draft.state, model, draft.now) if is_stranded else None
     if why is None:
-        warm_pool.drop(draft, id, Departure(Reason.CHANGED))
+        files = changed(worker.files, model.seen_files)
+        what = f"its file changed: {files}" if is_changed else f"it cannot be loaded on {home} now"
+        warm_pool.drop(draft, id, Departure(Reason.CHANGED, Action.UNLOAD, (what,)))
     else:
         warm_pool.drop(draft, id, Departure(Reason.DEVICE, Action.UNLOAD, (why,)))
     return True
