@@ -19,7 +19,7 @@ HOST = "cpu"
 SLOWEST_COPY_BYTES_PER_SECOND = 20e6
 """The slowest disk that is worth waiting for, in bytes per second."""
 MIN_STORE_SECONDS = 15.0
-"""The time that storing sequences, or taking a file into memory, may take in any case."""
+"""The limit for storing sequences or taking a file into memory, before the time for their bytes is added."""
 
 
 class Mechanism(StrEnum):

@@ -188,7 +188,7 @@ class TicketRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspendedDevice:
+class Suspended:
     """What a suspended worker gets back: bytes per device, and its `ready` message."""
 
     need: Mapping[str, int]
@@ -227,7 +227,7 @@ class WorkerRecord:
     """the files of the last log line about their change"""
     extra: str | None = None
     """a second holding, of host memory, while the model leaves its device or comes back"""
-    suspended: SuspendedDevice | None = None
+    suspended: Suspended | None = None
     predecessor: str | None = None
     """the worker whose file this one keeps in memory"""
     left_device: str | None = None

@@ -91,7 +91,7 @@ def _settle(draft: Draft) -> None:
         startup.measure_next(draft)
         startup.load_next(draft)
         commands.advance_planned(draft)
-        moving.advance_returns(draft)
+        moving.advance_cpu_returns(draft)
         if draft.state.pressure.check_requested:
             governor.check(draft, regular=False)
     draft.warning("the handlers still had work after %d rounds; continuing in the next step", MAX_ROUNDS)
@@ -141,7 +141,7 @@ def _has_work(state: State) -> bool:
         or state.pressure.check_requested
     ):
         return True
-    if moving.has_pending_return(state):
+    if moving.has_pending_cpu_return(state):
         return True
     return any(
         model.queue.waiters or model.eviction_began_at != math.inf or model.state is ModelState.DRAINING
@@ -205,7 +205,7 @@ def _estimated(draft: Draft, event: events.Estimated) -> None:
     spec = event.key.spec
     startup.cannot_measure_ahead(draft, spec, error)
     commands.cannot_measure(draft, spec, error)
-    moving.return_is_unmeasurable(draft, spec, error)
+    moving.cpu_return_is_unmeasurable(draft, spec, error)
     reconcile.cannot_measure(draft, spec)
     model = draft.state.models.get(spec.id)
     if model is not None and model.effective == spec and model.queue.waiters:

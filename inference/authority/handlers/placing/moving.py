@@ -205,7 +205,7 @@ def _is_idle(state: State, model: ModelRecord) -> bool:
     return is_free and model.target is None and not moves
 
 
-def has_pending_return(state: State) -> bool:
+def has_pending_cpu_return(state: State) -> bool:
     """Whether a check can continue, because its reading has come."""
     return any(
         item.awaited_read is not None and state.devices.reads_done >= item.awaited_read
@@ -213,7 +213,7 @@ def has_pending_return(state: State) -> bool:
     )
 
 
-def advance_returns(draft: Draft) -> None:
+def advance_cpu_returns(draft: Draft) -> None:
     """Continues the checks whose reading has come; the readings are current."""
     for id, known in list(draft.state.cpu_returns.items()):
         if known.awaited_read is None or draft.state.devices.reads_done < known.awaited_read:
@@ -232,7 +232,7 @@ def advance_returns(draft: Draft) -> None:
             begin(draft, draft.number(), Move(id, device), returns_from_cpu=True)
 
 
-def return_is_unmeasurable(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
+def cpu_return_is_unmeasurable(draft: Draft, spec: ModelSpec, error: InferenceError) -> None:
     """A model cannot be measured."""
     known = draft.state.cpu_returns.get(spec.id)
     if known is not None and known.awaited_read is not None:

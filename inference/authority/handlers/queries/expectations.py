@@ -16,12 +16,12 @@ from inference.protocol import ModelState, Priority, Progress
 _S = ModelState
 
 
-def seconds_to_load(state: State, model: ModelRecord, now: float) -> float:
+def retry_after_load(state: State, model: ModelRecord, now: float) -> float:
     """Retry-After for a request that waits for the load only."""
     return retry_after_seconds(*_room_and_load(state, model, now))
 
 
-def seconds_to_service(state: State, model: ModelRecord, priority: Priority, now: float) -> float:
+def retry_after_full_queue(state: State, model: ModelRecord, priority: Priority, now: float) -> float:
     """Retry-After for a request of `priority` that a full queue rejected."""
     ahead = sum(ORDER.index(waiter.priority) <= ORDER.index(priority) for waiter in model.queue.waiters)
     return retry_after_seconds(*_room_and_load(state, model, now), ahead, model.pace)

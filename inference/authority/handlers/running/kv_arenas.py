@@ -1,9 +1,8 @@
 """Host memory for stored sequences: budgets, orders to workers, and the end of arenas.
 
 The cache of a model in the ledger is the budget of its arena. Budgets are reduced after each event that leaves less
-memory for them, first in the ledger, then in the workers. They grow at loads, reloads of the
-configuration and regular pressure checks only. An arena that no worker uses cannot be reduced; it is dropped when it
-does not fit.
+memory for them, first in the ledger, then in the workers. They grow at loads, reloads of the configuration and regular
+pressure checks only. An arena that no worker uses cannot be reduced; it is dropped when it does not fit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def is_enabled(state: State) -> bool:
 
 
 def tiers(draft: Draft, worker: str) -> KvTiers:
-    """Where a worker that is about to load or restore its model stores sequences."""
+    """Books the budget of a worker that is about to load or restore its model; returns where it stores sequences."""
     settle(draft, grows=True)
     settings = draft.state.settings
     if not settings.kv_enabled:

@@ -74,7 +74,7 @@ def _queue_full(draft: Draft, model: ModelRecord, priority: Priority) -> QueueFu
     return QueueFull(
         f"{model.queue.count(priority)} requests of {priority} priority are already waiting for {model.id!r}; "
         f"try again later, or raise INFERENCE_QUEUE_{priority.upper()}",
-        retry_after=expectations.seconds_to_service(draft.state, model, priority, draft.now),
+        retry_after=expectations.retry_after_full_queue(draft.state, model, priority, draft.now),
         details={FULL_FOR: [priority]},
     )
 
@@ -99,7 +99,7 @@ def expired(draft: Draft, id: int) -> None:
         percent = int(worker.progress * 100)
         error: InferenceError = ModelLoading(
             f"{waited}: it is loading ({percent} %)",
-            retry_after=expectations.seconds_to_load(draft.state, model, draft.now),
+            retry_after=expectations.retry_after_load(draft.state, model, draft.now),
             details={"stage": "loading", "progress": percent},
         )
     else:

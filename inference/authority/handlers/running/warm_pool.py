@@ -29,7 +29,7 @@ from inference.authority.lifecycle import Action, Departure, ModelEvent, Reason
 from inference.authority.placement.ledger import LedgerError
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.retention import HOST, Mechanism, displaced
-from inference.authority.state import Kept, ModelRecord, SuspendedDevice, TimerKind, WorkerRecord, placement_key
+from inference.authority.state import Kept, ModelRecord, Suspended, TimerKind, WorkerRecord, placement_key
 from inference.devices.device import HIDDEN, environment_of
 from inference.protocol import ModelState
 from inference.worker_link import Hold, Offloaded
@@ -229,7 +229,7 @@ def _suspend(draft: Draft, worker: WorkerRecord) -> None:
     assert worker.ready is not None
     extra = f"{worker.model}#{draft.number()}"
     draft.set(ledger=draft.state.ledger.reserve(extra, worker.model, {HOST: sum(held.values())}, exempt=True))
-    draft.set_worker(worker.id, extra=extra, suspended=SuspendedDevice(dict(held), worker.ready))
+    draft.set_worker(worker.id, extra=extra, suspended=Suspended(dict(held), worker.ready))
     draft.advance(worker.model, ModelEvent.OFFLOAD)
     _checkpoint(draft, worker, "suspend", sum(held.values()))
 
