@@ -38,7 +38,7 @@ LOCK = "up.lock"
 class Record:
     """The file in which `headgate up` publishes its addresses and directories.
 
-    It is valid while `up` holds the lock of the file.
+    It is valid while `up` holds a lock on this file, which is not LOCK.
     """
 
     pid: int
@@ -179,7 +179,8 @@ def gateway(session: Session, *, admin: bool = False, needs_key: bool = False) -
     key = gateway_key(session.environ, session.state, admin=admin)
     if needs_key and key is None:
         raise HeadgateError(
-            "no key for the gateway was found; start the gateway once with `headgate up`, or set GATEWAY_API_KEY"
+            "no key for the gateway was found; set GATEWAY_API_KEY, or start the gateway once with `headgate up`, "
+            "which generates a key unless gateway.yaml has `keys:`"
         )
     return Api("gateway", gateway_url(session), key.value if key else None, "headgate up")
 

@@ -50,17 +50,17 @@ def _faults(*faults: Fault) -> Mapping[str, Fault]:
     return {fault.name: fault for fault in faults}
 
 
-RESTARTED = "the next request loads the model again"
-AGAIN = "`headgate up` restarts it"
+RELOADED = "the next request loads the model again"
+RESTARTED = "`headgate up` restarts it"
 KILL, ABORT, STOP, CONT = signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP, signal.SIGCONT
 FAULTS = _faults(
-    Fault("worker-kill", "model", "kill -9 of a model's worker", RESTARTED, number=KILL),
-    Fault("worker-abort", "model", "a model's worker aborts as after a failed assertion", RESTARTED, number=ABORT),
+    Fault("worker-kill", "model", "kill -9 of a model's worker", RELOADED, number=KILL),
+    Fault("worker-abort", "model", "a model's worker aborts as after a failed assertion", RELOADED, number=ABORT),
     Fault("worker-stop", "model", "a model's worker stops as in a hanging driver", "worker-cont", number=STOP),
     Fault("worker-cont", "model", "a stopped worker continues", "nothing to undo", number=CONT),
     Fault("oom-load", "device", "the next allocation (weights) fails", "device-heal", "refuse"),
     Fault("oom-context", "device", "the allocation after the next (KV cache) fails", "device-heal", "refuse_after"),
-    Fault("oom-compute", "model", "a worker aborts as CUDA does out of memory", RESTARTED, number=ABORT),
+    Fault("oom-compute", "model", "a worker aborts as CUDA does out of memory", RELOADED, number=ABORT),
     Fault("device-cut", "device", "a device falls off the bus", "device-return", "cut"),
     Fault("device-return", "device", "a device that fell off the bus returns, empty", "nothing to undo", "return"),
     Fault("device-stall", "device", "a device transfers no data", "device-heal", "stall"),
@@ -69,8 +69,8 @@ FAULTS = _faults(
     Fault("device-foreign", "device", "another program takes memory of a device", "device-heal", "foreign"),
     Fault("device-late", "device", "freed memory becomes available later", "device-heal", "late"),
     Fault("device-heal", "device", "ends every fault of a device", "nothing to undo", "heal"),
-    Fault("inference-kill", "service", "kill -9 of the inference service", AGAIN, "inference"),
-    Fault("gateway-kill", "service", "kill -9 of the gateway", AGAIN, "gateway"),
+    Fault("inference-kill", "service", "kill -9 of the inference service", RESTARTED, "inference"),
+    Fault("gateway-kill", "service", "kill -9 of the gateway", RESTARTED, "gateway"),
 )
 
 
@@ -188,7 +188,7 @@ _ENDS: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, flo
     "foreign": lambda before: (("foreign", {"bytes": before["foreign_bytes"]}),),
     "late": lambda _before: (("late", {"seconds": 0}), ("settle", {})),
 }
-"""The commands that undo a command, from the status of the device before it."""
+"""The commands that undo a command, from the status of the device before that command."""
 _WITH_AMOUNT = ("refuse", "refuse_after", "slow", "late", "shrink", "foreign")
 
 
@@ -207,8 +207,8 @@ def _amount(fault: Fault, given: str | None, device: Mapping[str, Any]) -> dict[
             case "shrink":
                 return {"bytes": device.get("total_bytes", 0) // 2 if given is None else parse_bytes(given)}
             case "foreign":
-                half = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
-                return {"bytes": half if given is None else parse_bytes(given)}
+                more = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
+                return {"bytes": more if given is None else parse_bytes(given)}
     except ValueError as error:
         raise UsageError(f"--amount {given}: {error}") from None
     return {}

@@ -127,7 +127,9 @@ class Api:
         *,
         is_health: bool = False,
     ) -> Iterator[Answer]:
-        """A response with a status below 400. Leaving the block closes the connection, also in mid-stream.
+        """A response with a status below 400, with `is_health` also 503.
+
+        Leaving the block closes the connection, also in mid-stream.
 
         `seconds` is the timeout of each read. Raises NotRunningError when no service answers, ApiError for an error
         response, a broken connection or a timeout, HeadgateError for a key that a header cannot contain.

@@ -71,14 +71,14 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
     """For verbs with only the common options."""
 
 
-def list_or_act(action: str, effect: str, metavar: str, names: str) -> Callable[[argparse.ArgumentParser], None]:
+def list_or_act(action: str, effect: str, metavar: str, name_help: str) -> Callable[[argparse.ArgumentParser], None]:
     """Declares the arguments of a verb that lists objects, or does `action` to the named one."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "action", metavar=action, nargs="?", choices=[action], help=f"{effect}; without it they are listed"
+            "action", metavar=action, nargs="?", choices=[action], help=f"{effect}; without it all are listed"
         )
-        parser.add_argument("name", metavar=metavar, nargs="?", help=names)
+        parser.add_argument("name", metavar=metavar, nargs="?", help=name_help)
 
     return arguments
 

@@ -116,7 +116,12 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "circuit breakers; `breakers reset NAME` closes one",
             "headgate breakers reset local/demo",
         ),
-        Verb("kv", "operate", "stored sequences: list, remove or keep them", "headgate kv pin 3f9c2a71b04e88d5"),
+        Verb(
+            "kv",
+            "operate",
+            "sequences of all KV tiers: list, remove or keep them",
+            "headgate kv pin 3f9c2a71b04e88d5",
+        ),
         Verb(
             "quarantine",
             "operate",

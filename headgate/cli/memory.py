@@ -76,7 +76,7 @@ def evictions(session: Session) -> int:
     return Exit.OK
 
 
-def _minutes(parser: argparse.ArgumentParser) -> None:
+def _history_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last", metavar="TIME", type=_past, default=3600.0, help="how far back, such as 30m or 2h (1h)"
     )
@@ -247,7 +247,7 @@ def preload(session: Session) -> int:
 
 COMMANDS = {
     "evictions": on_nodes(_limit, evictions),
-    "history": on_nodes(_minutes, history),
+    "history": on_nodes(_history_arguments, history),
     "gc": on_nodes(no_arguments, gc),
     "defragment": on_nodes(no_arguments, defragment),
     "dump": on_nodes(_dump_arguments, dump),

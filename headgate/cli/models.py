@@ -21,7 +21,7 @@ from inference.protocol import ModelState, ModelStatus
 CHANGE_SECONDS = 7200.0
 """Timeout of a load or another change. The limits of the service are shorter (a load has 1,800 s by default)."""
 RETRY_SECONDS = 1.0
-"""Pause before a load that goes on is waited for again."""
+"""Pause before the next request that waits for the same load."""
 
 PLAN_SECONDS = 120.0
 """Timeout of a plan: the memory of the model may have to be estimated first."""
@@ -97,7 +97,7 @@ def _statuses(session: Session, *, running: bool) -> tuple[Answers, Models]:
 
 
 def _json(answers: Answers, models: Models) -> list[dict[str, Any]]:
-    """Each model with the name and the epoch of its node. The name of a single service is its own."""
+    """Each model with the name and the epoch of its node. A service without a name has the one that it reports."""
     named = {
         node: {key: answer[key] for key in ("node", "epoch") if key in answer} | ({"node": node} if node else {})
         for node, answer in answers

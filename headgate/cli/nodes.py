@@ -42,13 +42,13 @@ class Answers:
         return iter(self.values.items())
 
     @property
-    def is_single(self) -> bool:
+    def is_unnamed(self) -> bool:
         """Whether this is the answer of the service without a name (ONLY)."""
         return ONLY in self.values
 
     def as_json(self) -> Any:
         """The answer of the service without a name, or `nodes` with the answer or error of each node."""
-        if self.is_single:
+        if self.is_unnamed:
             return self.values[ONLY]
         return {"nodes": [*({"node": name, **value} for name, value in self), *self.failures()]}
 
@@ -70,7 +70,7 @@ class Answers:
 
         The table of the service without a name has no such column.
         """
-        if self.is_single:
+        if self.is_unnamed:
             terminal.table(headers, [cells for _, cells in rows], right, none)
             return
         width = max(map(len, ("NODE", *self.values, *self.errors)))

@@ -1,4 +1,4 @@
-"""Verbs for operators: nodes, devices, breakers, the quarantine and stored sequences."""
+"""Verbs for operators: nodes, devices, breakers, the quarantine and sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference.protocol import ModelState, ModelStatus
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "cached")
-"""The accounts of the ledger. The others add up to the capacity, or to more if memory is short."""
+"""The accounts of the ledger. Those after `capacity` add up to it, or to more if memory is short."""
 
 _KV_HEADERS = ("MODEL", "ID", "TIERS", "TOKENS", "SIZE", "IDLE", "HITS", "PINNED", "TENANT")
 
@@ -86,9 +86,9 @@ def devices(session: Session) -> int:
             str(device.get("uuid") or "-"),
         ]
         rows.append((node, cells))
-    accounts = [name.upper() for name in ACCOUNTS]
-    headers = ["DEVICE", "NAME", "STATE", "PRESSURE", *accounts, "UUID"]
-    answers.table(session.terminal, headers, rows, accounts, "the inference service has no device")
+    right = [name.upper() for name in ACCOUNTS]
+    headers = ["DEVICE", "NAME", "STATE", "PRESSURE", *right, "UUID"]
+    answers.table(session.terminal, headers, rows, right, "the inference service has no device")
     for node, device in found:
         if device.get("note"):
             session.terminal.say(f"{label(node)}{device['id']}: {device['note']}")
@@ -189,7 +189,7 @@ def _kv_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser(
         "clear",
         help="remove sequences from all tiers",
-        description="Remove the sequences that no request uses from all tiers, pinned ones too.",
+        description="Remove the sequences that no request uses, pinned ones too, from all tiers.",
     )
     pin = actions.add_parser("pin", help="keep sequences for a time", description="Keep sequences for a time.")
     for each in actions.choices.values():
@@ -213,7 +213,7 @@ def _pin_duration(text: str) -> float:
 
 
 def kv(session: Session) -> int:
-    """Lists, removes or keeps the stored sequences of loaded models."""
+    """Lists, removes or keeps the sequences of loaded models."""
     return {"list": _list_sequences, "clear": _clear_sequences, "pin": _pin_sequences}[session.args.action](session)
 
 
@@ -224,7 +224,7 @@ def _list_sequences(session: Session) -> int:
         return Exit.OK
     rows = [(node, _sequence_row(sequence)) for node, answer in answers for sequence in answer["sequences"]]
     right = ("TOKENS", "SIZE", "IDLE", "HITS", "PINNED")
-    answers.table(session.terminal, _KV_HEADERS, rows, right, "no loaded model has stored sequences")
+    answers.table(session.terminal, _KV_HEADERS, rows, right, "no loaded model has sequences")
     return max(_remarks(session, answer, node) for node, answer in answers)
 
 
@@ -278,7 +278,7 @@ def _plural(count: int) -> str:
 
 
 def _remarks(session: Session, answer: Mapping[str, Any], node: str = "") -> int:
-    """Prints errors of workers and models that are not loaded. Returns the exit code: 1 if a worker had an error."""
+    """Prints models that are not loaded, and errors of workers. Returns the exit code: 1 if a worker had an error."""
     errors: Sequence[Mapping[str, Any]] = answer["errors"]
     for error in errors:
         session.terminal.say(f"{label(node)}{error['model_name']}: {error['message']}")

@@ -63,7 +63,7 @@ class Terminal:
     out_color: bool = False
     err_color: bool = False
     err_tty: bool = False
-    _status: int = 0
+    _status_width: int = 0
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str]) -> Terminal:
@@ -96,14 +96,14 @@ class Terminal:
     def status(self, text: str) -> None:
         """Shows 100 characters of `text` on a line that the next output replaces. Does nothing without a terminal."""
         if self.err_tty:
-            self._write_err("\r" + text[:100].ljust(self._status))
-            self._status = len(text[:100])
+            self._write_err("\r" + text[:100].ljust(self._status_width))
+            self._status_width = len(text[:100])
 
     def clear_status(self) -> None:
         """Removes the line of `status`."""
-        if self._status:
-            self._write_err("\r" + " " * self._status + "\r")
-            self._status = 0
+        if self._status_width:
+            self._write_err("\r" + " " * self._status_width + "\r")
+            self._status_width = 0
 
     def _write_err(self, text: str) -> None:
         """Writes to stderr. A broken stderr does not change what the command does."""

@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class UpPlan:
-    """What `up` starts: addresses of the two services, seconds after which each is killed, directories.
+    """What `up` starts: addresses of the two services, seconds from stop to kill, directories.
 
     `model` is an example for the banner, None without models. `has_keys`: gateway.yaml configures keys. `nodes` is
     `inference.nodes`.
@@ -54,8 +54,8 @@ class UpPlan:
     gateway_port: int
     inference_host: str
     inference_port: int
-    gateway_drain_seconds: float
-    inference_drain_seconds: float
+    gateway_kill_seconds: float
+    inference_kill_seconds: float
     model: str | None
     has_keys: bool
     config_dir: Path
@@ -132,9 +132,9 @@ def _children(plan: UpPlan, directory: Path) -> list[Child]:
             "inference",
             argv("inference", plan.inference_host, plan.inference_port),
             environ,
-            plan.inference_drain_seconds,
+            plan.inference_kill_seconds,
         ),
-        Child("gateway", argv("gateway", plan.gateway_host, plan.gateway_port), environ, plan.gateway_drain_seconds),
+        Child("gateway", argv("gateway", plan.gateway_host, plan.gateway_port), environ, plan.gateway_kill_seconds),
     ]
 
 
@@ -242,7 +242,7 @@ def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[st
     """The lines that explain the running system: address, key, example calls, how to stop."""
     program = _program(session.environ)
     if key is None:
-        source, in_shell = "in the configuration (keys:)", "$HEADGATE_KEY"
+        source, in_shell = "one of `keys:` in gateway.yaml; set HEADGATE_KEY to it", "$HEADGATE_KEY"
     elif key.variable:
         source, in_shell = f"the one in ${key.variable}", f"${key.variable}"
     else:

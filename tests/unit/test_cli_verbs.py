@@ -239,7 +239,7 @@ def test_stored_sequences_are_listed(serve: Any, capsys: Any) -> None:
     service.answers["GET /memory/kv/sequences?model=org/big&tenant=team"] = Canned(empty)
     assert main(["kv", "list", "--model", "org/big", "--tenant", "team"]) == 1
     output = capsys.readouterr()
-    assert (output.out, output.err) == ("no loaded model has stored sequences\n", "demo: it is busy\n")
+    assert (output.out, output.err) == ("no loaded model has sequences\n", "demo: it is busy\n")
 
 
 def test_stored_sequences_are_cleared_and_pinned(serve: Any, capsys: Any) -> None:

@@ -201,7 +201,7 @@ def _context(size: str | None, entry: Mapping[str, Any], unified: bool, leave: L
     number = _positive(size)
     if number is None:
         if size is not None:
-            leave("ctx-size", "0 means the context that the model was trained with; write context_length")
+            leave("ctx-size", "not a number above 0 (0: the context of the training); write context_length")
         return {}
     parallel = int(entry.get("parallel", 0))
     if unified or not parallel:

@@ -76,7 +76,7 @@ def _entry(found: Imported, name: str, places: list[Path]) -> dict[str, Any] | N
         return {"path": f"hf:{repository}{quantization}"}
     found.leave(
         name,
-        "its files are not on this machine (OLLAMA_MODELS names their directory), or it is a cloud model; many models "
+        "its files are not on this machine (set OLLAMA_MODELS to their directory), or it is a cloud model; many models "
         "are on a hub, too: headgate pull hf:ORGANIZATION/REPOSITORY:QUANTIZATION",
     )
     return None

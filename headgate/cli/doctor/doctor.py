@@ -53,7 +53,7 @@ def _findings(session: Session) -> Iterator[Any]:
     from inference import environment_settings
 
     def guarded(name: str, check: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """The findings of a check. One that fails does not end the others."""
+        """The findings of `check`. A failing check does not end the others."""
         session.terminal.status(f"checking {name} ...")
         try:
             yield from check()

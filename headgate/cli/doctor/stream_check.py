@@ -26,7 +26,7 @@ PROMPT = "Count from 1 to 60, one number per line."
 _DONE = b"data: [DONE]"
 _ADVICE = {
     400: "try another model: --model",
-    401: "the key is wrong, or the proxy removes the Authorization header; HEADGATE_KEY sets another key",
+    401: "the key is wrong, or the proxy removes the Authorization header; set HEADGATE_KEY to another key",
     403: "this host name is refused; let the proxy send `Host: localhost` to a gateway on loopback",
     404: "the path is wrong; use the address that clients use as base_url, such as https://host/v1",
     413: "raise the body limit of the proxy (nginx: client_max_body_size)",

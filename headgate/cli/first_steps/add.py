@@ -151,9 +151,10 @@ def _for_short_context(path: Path, target: Target) -> dict[str, Any]:
 
 
 def _own_file(session: Session, target: Target) -> Path:
-    """The models.yaml to change. If the packaged configuration is in use, it is first copied to ./config."""
+    """The models.yaml to change. If an installed package's configuration is in use, it is first copied to ./config."""
     directory = target.config_dir
-    if directory.absolute() == packaged_defaults().absolute() and (packaged_defaults().parent / "cli").is_dir():
+    is_installed = (packaged_defaults().parent / "cli").is_dir()  # in a clone, its own config/ is changed
+    if directory.absolute() == packaged_defaults().absolute() and is_installed:
         directory = Path("config")
         directory.mkdir(exist_ok=True)
         for name in ("models.yaml", "gateway.yaml"):

@@ -315,7 +315,7 @@ class _Meter:
 
     def __init__(self, file: HubFile, done: int, say: Report, status: Callable[[Progress], None]) -> None:
         self._file = file
-        self._begin = done
+        self._resumed_bytes = done
         self._began = self._shown_at = time.monotonic()
         self._say = say
         self._status = status
@@ -328,7 +328,7 @@ class _Meter:
         if now - self._shown_at < _STATUS_SECONDS and done < self._file.bytes:
             return
         self._shown_at = now
-        rate = (done - self._begin) / max(now - self._began, 1e-3)
+        rate = (done - self._resumed_bytes) / max(now - self._began, 1e-3)
         self._status(Progress(self._file.name, done, self._file.bytes, rate))
 
     def finished(self) -> None:

@@ -21,7 +21,7 @@ READY_SECONDS = 120.0
 DRAIN_SECONDS = 60.0
 POLL_SECONDS = 0.25
 NO_CHANGE_SECONDS = 2.0
-"""How long the list of nodes must be unchanged before `up` reports it."""
+"""How long the nodes and their states must be unchanged before `up` reports them, unless all are ready."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
