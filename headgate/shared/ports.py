@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from headgate.shared.errors import HeadgateError, PortInUseError
 
@@ -55,7 +56,8 @@ def check_free(host: str, port: int) -> None:
     listen(host, port).close()
 
 
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """The address family and the socket address, which with IPv6 names the interface of a link-local address."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -63,7 +65,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
             f"cannot listen on {host}:{port} ({error}); choose an address of this machine with --host"
         ) from error
     family, _, _, _, address = found[0]
-    return family, (str(address[0]), int(address[1]))
+    return family, address
 
 
 def owner(port: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,9 @@ from headgate.shared import child_process, ports
 from headgate.shared.errors import ConfigError, HeadgateError, PortInUseError
 from headgate.shared.state_directory import load_environ
 from tests.rigs.processes import free_port, is_alive, wait_until
+
+_NOT_READY = 0x48
+"""Flags of an IPv6 address that is checked for duplicates (tentative) or is one (dadfailed)."""
 
 
 def test_environment_overrides_the_env_file(tmp_path: Path) -> None:
@@ -46,6 +51,18 @@ def test_unknown_owner_of_a_port_is_described() -> None:
 def test_address_of_another_machine_is_an_error(host: str) -> None:
     with pytest.raises(HeadgateError, match="choose an address of this machine"):
         ports.listen(host, free_port())
+
+
+def test_link_local_address_with_its_interface_is_accepted() -> None:
+    """Such an address is the same on several interfaces, so the system needs the number of one."""
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    own = next(((row[0], row[5]) for row in rows if row[3] == "20" and not int(row[4], 16) & _NOT_READY), None)
+    if own is None:
+        pytest.skip("needs an interface with a link-local address")
+    host = str(ipaddress.IPv6Address(int(own[0], 16)))
+    with ports.listen(f"{host}%{own[1]}", 0) as held:
+        assert held.getsockname()[3] == socket.if_nametoindex(own[1])
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 2**16 + 8080, 10**30])
