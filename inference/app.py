@@ -219,7 +219,7 @@ async def serve(
         await running.authority.close()
         if tracer is not None:
             tracer.close()
-    if stopping.status is Exit.RESTART_OUTSIDE:
+    if stopping.status is Exit.RESTART_OUTSIDE and running.authority.state.restart_reason is not None:
         accelerator_record.note(len(running.authority.inventory.accelerators()))
     log.info("the inference service has stopped")
     return stopping.status

@@ -16,6 +16,7 @@ import pytest
 
 from headgate.build import Build
 from headgate.shared.errors import Exit
+from inference.devices.accelerator_record import NAME as ACCELERATORS
 from inference.devices.simgpu.rpc_server import package
 from tests.rigs.broken_llama import BrokenLlama
 from tests.rigs.processes import http_status, wait_until
@@ -81,7 +82,7 @@ def test_suspected_build_that_computes_is_recorded_and_used(stack: Stack) -> Non
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["while it loads", "while it answers"])
 def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: BrokenLlama, loaded: bool) -> None:
-    """Requests get an error that says so, and no breaker of a model opens."""
+    """Requests get an error that says so, no breaker of a model opens, and no accelerator counts as unreachable."""
     stack.start()
     if loaded:
         stack.ask("/models/demo/load", {}, direct=True)
@@ -94,6 +95,7 @@ def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: 
     log = stack.inference.log
     assert "signal SIGILL (broken build)" in log
     assert log.count("the service must be restarted: llama.cpp does not compute on this CPU") == 1
+    assert not (stack.state.root / ACCELERATORS).exists()
     pairs = [breaker for breaker in stack.breakers() if breaker["model"] is not None]
     assert [breaker["state"] for breaker in pairs if breaker["state"] != "closed"] == []
 
