@@ -214,7 +214,7 @@ class KvCounts:
     `hot_sequences`: sequences in slots, running or retained.
     `hits_hot`, `hits_ram`, `hits_disk`, `misses`: prompts that were continued from a slot, from host memory, from disk,
     or not at all. `evicted`: sequences removed for room. `invalid`: damaged or foreign entries that were removed.
-    `prefetched`, `prefetched_used`: sequences read from disk, and how many of them were restored.
+    `prefetched`, `prefetched_used`: sequences read from disk for waiting requests, and how many of them were restored.
     """
 
     hot_sequences: int = 0

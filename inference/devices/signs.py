@@ -63,7 +63,7 @@ OUT_OF_REACH = frozenset({OPERATING_SYSTEM, LIB_RM_VERSION_MISMATCH, UNKNOWN})
 def sign_of_nvml(code: int) -> Sign:
     """The sign of an NVML code for a device, or for all devices in an answer of the library; UNCERTAIN if unlisted.
 
-    A single code does not mean UNREACHABLE, which needs the same answer in several new processes.
+    A single code does not mean UNREACHABLE, which needs codes of OUT_OF_REACH in several new processes.
     """
     return _BY_CODE.get(code, Sign.UNCERTAIN)
 

@@ -1,1 +1,1 @@
-"""Exact sizes of models before they are loaded."""
+"""Sizes of models before they are loaded."""
