@@ -118,7 +118,7 @@ def check_options(fault: Fault, args: argparse.Namespace) -> None:
             raise UsageError(f"{fault.name} acts on a {fault.on}; it does not accept --{option}")
     if args.amount is not None and fault.do not in _WITH_AMOUNT:
         raise UsageError(f"{fault.name} does not accept --amount")
-    if args.seconds is not None and fault.do not in _ENDS and fault.number != STOP:
+    if args.seconds is not None and fault.do not in _UNDO and fault.number != STOP:
         raise UsageError(f"{fault.name} does not accept --seconds, because it cannot be undone; {fault.undo}")
 
 
@@ -164,21 +164,21 @@ def _device(session: Session, fault: Fault) -> Done:
             raise UsageError(f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}")
         for name in names:
             control.send(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
-    ends = _ENDS.get(fault.do)
+    commands = _UNDO.get(fault.do)
 
     def undo() -> None:
         try:
             with Control(path) as control:
                 for name in names:
-                    for do, amount in ends(before[name]) if ends else ():
+                    for do, amount in commands(before[name]) if commands else ():
                         control.send(do, name, **amount)
         except SimulatorError as error:
             raise HeadgateError(f"undoing {fault.name} on {', '.join(names)} failed: {error}") from error
 
-    return f"{fault.name} on {', '.join(names)}: {fault.summary}", undo if ends else None
+    return f"{fault.name} on {', '.join(names)}: {fault.summary}", undo if commands else None
 
 
-_ENDS: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, float]], ...]]] = {
+_UNDO: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, float]], ...]]] = {
     "refuse": lambda _before: (("refuse", {"count": 0}),),
     "refuse_after": lambda _before: (("refuse", {"count": 0}),),
     "cut": lambda _before: (("return", {}),),

@@ -33,11 +33,11 @@ def _clock(timestamp: float) -> str:
 
 def _limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--limit", metavar="N", type=_some(MAX_EVICTIONS), default=20, help="only the newest N (20; at most 1000)"
+        "--limit", metavar="N", type=_one_to(MAX_EVICTIONS), default=20, help="only the newest N (20; at most 1000)"
     )
 
 
-def _some(most: int) -> Any:
+def _one_to(most: int) -> Any:
     """The type of an option with a count of 1 to `most`."""
 
     def count(text: str) -> int:
@@ -161,7 +161,7 @@ def _dump_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objects",
         metavar="N",
-        type=_some(MAX_TYPES),
+        type=_one_to(MAX_TYPES),
         help="also list the N types of Python objects that use most memory",
     )
 

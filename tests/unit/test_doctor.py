@@ -107,7 +107,7 @@ def memory_files(total: int, available: int, limit: str = "max", used: int = 0) 
     ("files", "level", "words"),
     [
         (memory_files(32 * GIB, 16 * GIB), Level.OK, "models on the CPU may take 16.0 GiB"),
-        (memory_files(32 * GIB, 16 * GIB, str(8 * GIB), GIB), Level.NOTE, "limits it to 8.0 GiB"),
+        (memory_files(32 * GIB, 16 * GIB, str(8 * GIB), GIB), Level.NOTE, "allows 8.0 GiB"),
         (memory_files(32 * GIB, 16 * GIB, str(512 * 2**20)), Level.PROBLEM, "models on the CPU may take 256.0 MiB"),
     ],
 )

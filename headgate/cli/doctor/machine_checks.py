@@ -241,7 +241,7 @@ def memory(settings: InferenceSettings, root: Path = Path("/")) -> Iterator[Find
         f"{format_bytes(usable)}"
     )
     if limit < total:
-        text += f"; the control group of this container or service limits it to {format_bytes(limit)}"
+        text += f"; the control group of this container or service allows {format_bytes(limit)}"
     if usable < MIN_MEMORY_BYTES:
         yield problem(
             "memory",

@@ -77,7 +77,7 @@ def _models(session: Session) -> list[str]:
 
 # --- the parsers ------------------------------------------------------------------------------------------------------
 def verbs() -> list[tuple[str, str]]:
-    """The verbs that `headgate --help` lists, with their summaries."""
+    """The verbs that `headgate --help` lists, with their verb_list."""
     from headgate.cli.main import GROUPS
 
     return [(verb.name, verb.summary) for group in GROUPS.values() for verb in group]
@@ -122,9 +122,9 @@ def _short(text: str | None) -> str:
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
-def bash(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
+def bash(verb_list: Sequence[tuple[str, str]], all_levels: Sequence[Level]) -> str:
     """The script for bash 3.2 and newer."""
-    actions = [level.path for level in every if " " in level.path]
+    actions = [level.path for level in all_levels if " " in level.path]
     lines = [
         "# Completes `headgate` in bash. " + _INSTALL["bash"],
         "_headgate() {",
@@ -132,17 +132,17 @@ def bash(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
         '    local words="" kind="" IFS=$\' \\t\\n\'',
         "    COMPREPLY=()",
         '    if [ "$COMP_CWORD" -eq 1 ]; then',
-        f'        words="{" ".join(name for name, _ in known)}"',
+        f'        words="{" ".join(name for name, _ in verb_list)}"',
         "    else",
         '        [ "$COMP_CWORD" -gt 2 ] && case "$level ${COMP_WORDS[2]}" in',
         f'            {_or(actions)}) level="$level ${{COMP_WORDS[2]}}" ;;',
         "        esac",
         '        case "$level $prev" in',
-        *(f"            {pattern}) {_set(option)} ;;" for pattern, option in _with_values(every)),
+        *(f"            {pattern}) {_set(option)} ;;" for pattern, option in _with_values(all_levels)),
         "            *)",
         '                case "$level" in',
     ]
-    for level in every:
+    for level in all_levels:
         flags = " ".join(flag for option in level.options for flag in option.flags)
         words = " ".join(word for word, _ in level.words)
         lines.append(
@@ -166,9 +166,9 @@ def bash(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def zsh(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
+def zsh(verb_list: Sequence[tuple[str, str]], all_levels: Sequence[Level]) -> str:
     """The script for zsh."""
-    actions = [level.path for level in every if " " in level.path]
+    actions = [level.path for level in all_levels if " " in level.path]
     lines = [
         "#compdef headgate",
         "# Completes `headgate` in zsh. " + _INSTALL["zsh"],
@@ -176,18 +176,18 @@ def zsh(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
         '    local level="$words[2]" prev="$words[CURRENT-1]" kind=""',
         "    local -a found",
         "    if (( CURRENT == 2 )); then",
-        f"        found=({_described(known)})",
+        f"        found=({_described(verb_list)})",
         "        _describe verb found",
         "        return",
         "    fi",
         f'    (( CURRENT > 3 )) && case "$level $words[3]" in ({_or(actions)}) level="$level $words[3]" ;; esac',
         '    case "$level $prev" in',
     ]
-    for pattern, option in _with_values(every):
+    for pattern, option in _with_values(all_levels):
         found = " ".join(map(shlex.quote, option.words))
         lines.append(f"        ({pattern}) found=({found}) kind={option.kind} ;;")
     lines += ["        (*)", '            case "$level" in']
-    for level in every:
+    for level in all_levels:
         flags = [(flag, option.help) for option in level.options for flag in option.flags]
         lines.append(
             f'                ("{level.path}") if [[ "$PREFIX" == -* ]]; then found=({_described(flags)}); else '
@@ -208,11 +208,13 @@ def zsh(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fish(known: Sequence[tuple[str, str]], every: Sequence[Level]) -> str:
+def fish(verb_list: Sequence[tuple[str, str]], all_levels: Sequence[Level]) -> str:
     """The script for fish."""
     lines = [f"# Completes `headgate` in fish. {_INSTALL['fish']}", "complete -c headgate -f"]
-    lines += [f"complete -c headgate -n __fish_use_subcommand -a {name} -d '{_short(text)}'" for name, text in known]
-    for level in every:
+    lines += [
+        f"complete -c headgate -n __fish_use_subcommand -a {name} -d '{_short(text)}'" for name, text in verb_list
+    ]
+    for level in all_levels:
         seen = "; and ".join(f"__fish_seen_subcommand_from {part}" for part in level.path.split())
         if inner := [word for word, _ in level.words]:
             seen += f"; and not __fish_seen_subcommand_from {' '.join(inner)}" if not level.kind else ""
@@ -234,9 +236,9 @@ def _fish_kind(kind: str) -> str:
     )
 
 
-def _with_values(every: Sequence[Level]) -> Iterator[tuple[str, Option]]:
+def _with_values(all_levels: Sequence[Level]) -> Iterator[tuple[str, Option]]:
     """A pattern for `LEVEL OPTION` of each option that takes a value."""
-    for level in every:
+    for level in all_levels:
         for option in level.options:
             if option.kind is not None:
                 yield _or([f"{level.path} {flag}" for flag in option.flags]), option

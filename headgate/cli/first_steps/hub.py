@@ -275,7 +275,7 @@ def _preference(name: str) -> tuple[int, str]:
     """Projectors in half precision first, as they are small and exact."""
     lower = name.lower()
     rank = next((at for at, kind in enumerate(("bf16", "f16", "q8", "f32")) if kind in lower), 4)
-    return ({1: 0, 0: 1}.get(rank, rank), name)
+    return ({1: 0, 0: 1}.get(rank, rank), name)  # f16 before bf16, whose name contains it
 
 
 def _check_space(download: Download, missing: list[HubFile]) -> None:

@@ -60,8 +60,10 @@ def _insert(text: str, name: str, fields: Mapping[str, Any]) -> str:
         begin = models.start_mark.index
         return _insert(text[:begin].rstrip(" ") + text[models.end_mark.index :], name, fields)
     lines = _lines(name, fields, models.value[0][0].start_mark.column if is_block else 2)
+    # the end of the last line of `models:`, with a comment behind its value
     end = text.find("\n", _end(models) - (text[_end(models) - 1] == "\n"))
     head = text + newline if end < 0 else text[: end + 1]
+    # a blank line before the new entry, if there are blank lines in `models:`
     if is_block and f"{newline}{newline}" in text[models.start_mark.index : _end(models)]:
         lines.insert(0, "")
     return head + newline.join([*lines, ""]) + ("" if end < 0 else text[end + 1 :])

@@ -109,7 +109,7 @@ def reload(session: Session, target: Target, model: str) -> Api | None:
 
 
 def first_plan(session: Session, api: Api, model: str) -> dict[str, Any] | None:
-    """The plan of the service at `api` for `model`; prints it. None, with a printed reason, if that fails."""
+    """The plan of the service at `api` for `model`; prints its main lines. None, with a printed reason, if it fails."""
     session.terminal.status(f"estimating {model} ...")
     try:
         answer: dict[str, Any] = api.post("/memory/plan", {"model": model}, seconds=PLAN_SECONDS)
