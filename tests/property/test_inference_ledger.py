@@ -37,6 +37,8 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.ledger
         if fits:
             self.ledger = self.ledger.reserve(id, "m", need)
+            without = self.ledger.without([id])
+            assert [without.room(device) for device in DEVICES] == [before.room(device) for device in DEVICES]
         else:
             with pytest.raises(LedgerError):
                 self.ledger.reserve(id, "m", need)

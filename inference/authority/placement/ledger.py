@@ -357,12 +357,17 @@ class Ledger:
         return replace(self, accounts=_with(self.accounts, device, seen))
 
     def without(self, ids: Collection[str]) -> Ledger:
-        """The ledger as if these holdings had been released; for what-if questions."""
+        """The ledger as if these holdings had been released; for what-if questions.
+
+        The devices then show more free memory where the holdings use it: of a cache what is in use, of a reservation
+        nothing.
+        """
         gone = [self._holding(id, *_PHASES) for id in ids]
         freed: dict[str, int] = {}
         for holding in gone:
-            for device, count in holding.bytes.items():
-                freed[device] = freed.get(device, 0) + count
+            if holding.phase is not Phase.RESERVED:
+                for device, count in holding.bytes.items():
+                    freed[device] = freed.get(device, 0) + (holding.used_bytes if holding.cache else count)
         accounts = dict(self.accounts)
         for device, count in freed.items():
             account = accounts[device]
