@@ -297,7 +297,7 @@ class _Coming:
         self.wakes = 0
         self.last: list[Frame] = [_data({}, "stop")]
 
-    def begin(self) -> list[Frame]:
+    def first_frames(self) -> list[Frame]:
         return [_data({"role": "assistant", "content": ""})]
 
     def pass_on(self, sink: Sink) -> None:
