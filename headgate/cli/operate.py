@@ -115,10 +115,10 @@ def breakers(session: Session) -> int:
     """Lists the breakers, or resets one."""
     api = addresses.gateway(session, admin=True)
     if session.args.action == "reset":
-        name = _named(session, "`headgate breakers` lists their names")
-        answer = api.post(f"/admin/breakers/{name}/reset")
+        name = _breaker_name(session)
+        answer = api.post(f"/admin/breakers/{segment(name)}/reset")
         if not session.prints_json(answer):
-            session.terminal.say(f"{session.args.name}: closed")
+            session.terminal.say(f"{name}: closed")
         return Exit.OK
     answer, node = api.get("/admin/breakers"), session.args.node
     found = [entry for entry in answer["breakers"] if node is None or entry.get("node") == node]
@@ -143,6 +143,21 @@ def breakers(session: Session) -> int:
         none = f"the gateway has no breaker of a node {node}"
     session.terminal.table(headers, rows, ["FAILURES", "NEXT PROBE"], none)
     return Exit.OK
+
+
+def _breaker_name(session: Session) -> str:
+    """The breaker in the arguments: of the node `a`, `local/demo` is `local@a/demo`. Raises UsageError."""
+    name, node = session.args.name, session.args.node
+    if not name:
+        raise UsageError("the name is missing; `headgate breakers` lists their names")
+    if node is None:
+        return str(name)
+    from gateway.breaker.outcome import LOCAL, provider_key
+
+    provider, slash, model = name.partition("/")
+    if provider != LOCAL:
+        raise UsageError(f"--node chooses the node of `{LOCAL}` or `{LOCAL}/MODEL`; reset {name!r} without --node")
+    return f"{provider_key(node)}{slash}{model}"
 
 
 def quarantine(session: Session) -> int:

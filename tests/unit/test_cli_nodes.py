@@ -228,6 +228,32 @@ def test_breakers_verb_shows_a_node_column_and_accepts_the_node_option(
         assert capsys.readouterr().out == "the gateway has no breaker of a node c\n"
 
 
+def test_reset_of_a_breaker_with_the_node_option_closes_that_of_the_node(
+    fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("local@a", "local@a/demo")
+    resets = {f"POST /admin/breakers/{name}/reset": Canned({"name": name}) for name in names}
+    with canned_service(resets) as gateway:
+        monkeypatch.setenv("GATEWAY_PORT", gateway.url.rpartition(":")[2])
+        assert main(["breakers", "reset", "local", "--node", "a"]) == 0
+        assert main(["breakers", "reset", "local/demo", "--node", "a"]) == 0
+        assert main(["breakers", "reset", "local@a/demo"]) == 0
+        assert capsys.readouterr().err == "local@a: closed\nlocal@a/demo: closed\nlocal@a/demo: closed\n"
+
+
+@pytest.mark.parametrize("name", ["openai", "openai/local", "local@a/demo", "local@b"])
+def test_reset_of_a_breaker_that_is_of_a_named_node_or_a_cloud_refuses_the_node_option(
+    name: str, fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with canned_service({}) as gateway:
+        monkeypatch.setenv("GATEWAY_PORT", gateway.url.rpartition(":")[2])
+        assert main(["breakers", "reset", name, "--node", "a"]) == 2
+        assert not gateway.requests
+    assert f"--node chooses the node of `local` or `local/MODEL`; reset '{name}' without --node" in (
+        capsys.readouterr().err
+    )
+
+
 def test_list_of_a_single_service_has_no_node_column_and_refuses_the_node_option(
     fleet: Fleet, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
