@@ -240,9 +240,10 @@ async def is_ready(url: str) -> bool:
 
 def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[str]:
     """The lines that explain the running system: address, key, example calls, how to stop."""
-    program = _program(session.environ)
+    program, run_key = _program(session.environ), ""
     if key is None:
         source, in_shell = "one of `keys:` in gateway.yaml; set HEADGATE_KEY to it", "$HEADGATE_KEY"
+        run_key = 'GATEWAY_API_KEY="$HEADGATE_KEY" '
     elif key.variable:
         source, in_shell = f"the one in ${key.variable}", f"${key.variable}"
     else:
@@ -261,7 +262,7 @@ def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[st
         f"  curl {plan.gateway_url}/v1/chat/completions \\",
         f'    -H "Authorization: Bearer {in_shell}" -H "Content-Type: application/json" \\',
         f"    -d {shlex.quote(json.dumps(question))}",
-        f'  {program} run {plan.model or "MODEL"} "What is a circuit breaker?"',
+        f'  {run_key}{program} run {plan.model or "MODEL"} "What is a circuit breaker?"',
         f"Stop:               Ctrl-C here, or: kill {os.getpid()}",
         "",
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import io
 import json
 import os
 import subprocess
@@ -14,7 +16,10 @@ from typing import Any
 import pytest
 
 from headgate.cli.addresses import LOCK, Record
+from headgate.cli.command import Session
 from headgate.cli.main import main
+from headgate.cli.terminal import Terminal
+from headgate.cli.up import UpPlan, banner
 from headgate.shared.errors import AlreadyRunningError
 from headgate.shared.state_directory import StateDir
 from inference.protocol import ModelState, ModelStatus
@@ -145,6 +150,20 @@ def test_full_disk_at_the_first_start_is_reported_with_its_path(service: CannedS
     assert str(tmp_path / "state") in done.stderr
     assert "unexpected" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_commands_that_up_prints_use_the_same_variable_for_a_configured_key(
+    service: CannedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("GATEWAY_API_KEY")
+    at = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+    plan = UpPlan(*at, *at, 40.0, 40.0, "demo", has_keys=True, config_dir=tmp_path, models_dir=tmp_path)
+    session = Session(argparse.Namespace(), os.environ, Terminal(io.StringIO(), io.StringIO()))
+    lines = banner(session, plan, key=None)
+    assert any('-H "Authorization: Bearer $HEADGATE_KEY"' in line for line in lines)
+    (run,) = (line for line in lines if " run demo " in line)
+    done = _shell(f"export HEADGATE_KEY=of-a-team\n{run}")
+    assert (done.returncode, service.requests[0].headers["authorization"]) == (0, "Bearer of-a-team"), done.stderr
 
 
 MINE = Record(1, "http://127.0.0.1:1", "http://127.0.0.1:2")
