@@ -39,7 +39,14 @@ def inference(session: Session) -> int:
 
 def _health_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="for example http://127.0.0.1:8080/livez")
-    parser.add_argument("--timeout", metavar="SECONDS", type=zero_or_more, default=3.0, help="longest wait (3)")
+    parser.add_argument("--timeout", metavar="SECONDS", type=_timeout, default=3.0, help="longest wait (3)")
+
+
+def _timeout(text: str) -> float:
+    seconds = zero_or_more(text)
+    if not 0 < seconds <= 3600:  # a socket with a timeout of 0 does not wait for an answer
+        raise argparse.ArgumentTypeError(f"{text} is out of range; use more than 0 and at most 3600 seconds")
+    return seconds
 
 
 def health(session: Session) -> int:

@@ -121,6 +121,8 @@ def test_bytes_that_are_not_utf8_are_a_usage_error(service: CannedService, line:
         ("plan demo --ctx many", "'many' is not a whole number"),
         ("run demo hi --temperature warm", "warm is not an amount"),
         ("health http://127.0.0.1:1/ --timeout nan", "nan is not an amount"),
+        ("health http://127.0.0.1:1/ --timeout 0", "0 is out of range; use more than 0 and at most 3600 seconds"),
+        ("health http://127.0.0.1:1/ --timeout 1e10", "1e10 is out of range"),
     ],
 )
 def test_invalid_numbers_are_usage_errors(
