@@ -35,12 +35,12 @@ class RestartDelays:
 
 @dataclass
 class Child:
-    """One supervised program. It has `drain_seconds` between the signal that stops it and SIGKILL."""
+    """One supervised program. It has `kill_seconds` between the signal that stops it and SIGKILL."""
 
     name: str
     argv: Sequence[str]
     environ: Mapping[str, str]
-    drain_seconds: float
+    kill_seconds: float
     was_ready: bool = False
     """Whether it has been ready once. The user of the supervisor sets it."""
     process: asyncio.subprocess.Process | None = None
@@ -183,7 +183,7 @@ class Supervisor:
                 process.send_signal(number)
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends the children in reverse order by the signal `number`. Kills a child that exceeds its drain time.
+        """Ends the children in reverse order by the signal `number`. Kills a child after its `kill_seconds`.
 
         Returns when all have ended.
         """
@@ -195,9 +195,9 @@ class Supervisor:
             if not self._forced:
                 self._send(child, number, group=False)
             try:
-                await asyncio.wait_for(child.idle.wait(), child.drain_seconds)
+                await asyncio.wait_for(child.idle.wait(), child.kill_seconds)
             except TimeoutError:
-                self._note(f"killing {child.name}: it did not end within {child.drain_seconds:g} s")
+                self._note(f"killing {child.name}: it did not end within {child.kill_seconds:g} s")
                 self._send(child, signal.SIGKILL, group=True)
                 await child.idle.wait()
         tasks = [child.task for child in self.children if child.task is not None]

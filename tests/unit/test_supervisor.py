@@ -30,10 +30,10 @@ class Output:
         return [text for child, text in self.lines if child == name]
 
 
-def _child(name: str, script: str, drain: float = 10.0) -> Child:
+def _child(name: str, script: str, kill_seconds: float = 10.0) -> Child:
     import os
 
-    return Child(name, [sys.executable, "-c", textwrap.dedent(script)], dict(os.environ), drain)
+    return Child(name, [sys.executable, "-c", textwrap.dedent(script)], dict(os.environ), kill_seconds)
 
 
 STAYS = """
@@ -154,7 +154,7 @@ async def test_usage_error_after_a_good_start_waits_for_sighup(output: Output, t
 
 
 async def test_force_kills_a_child_that_ignores_sigterm(output: Output) -> None:
-    child = _child("stubborn", STUBBORN, drain=60.0)
+    child = _child("stubborn", STUBBORN, kill_seconds=60.0)
     supervisor = _supervisor(output, child)
     supervisor.begin()
     await _is_up(output, "stubborn")
@@ -167,8 +167,8 @@ async def test_force_kills_a_child_that_ignores_sigterm(output: Output) -> None:
     assert not is_alive(pid)
 
 
-async def test_child_is_killed_after_its_drain_time(output: Output) -> None:
-    child = _child("stubborn", STUBBORN, drain=0.05)
+async def test_child_that_does_not_end_is_killed_after_its_kill_seconds(output: Output) -> None:
+    child = _child("stubborn", STUBBORN, kill_seconds=0.05)
     supervisor = _supervisor(output, child)
     supervisor.begin()
     await _is_up(output, "stubborn")
