@@ -63,7 +63,7 @@ def _show_key(runtime: Runtime, state: StateDir) -> None:
     """Prints a generated key to a terminal, and not to a log."""
     if not runtime.keys.is_generated:
         return
-    log.info("the generated API key is accepted; it is stored in %s", state.file(GATEWAY_KEY))
+    log.info("no API key is configured; clients use the generated one in %s", state.file(GATEWAY_KEY))
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), f"API key: {state.secret(GATEWAY_KEY)}\n".encode())
 

@@ -144,7 +144,7 @@ class InferenceNodes:
         return Node(name, member.url, provider, self._breakers, self, partial(self._on_probe, name))
 
     def _use_members(self) -> None:
-        """With the first complete list of a configuration, nodes of the earlier one leave at once."""
+        """The first complete list of a configuration is final: nodes that it lacks leave at once."""
         settings, membership, tls = self._current
         is_final = membership.is_complete and membership is not self._complete
         self._complete = membership if membership.is_complete else self._complete

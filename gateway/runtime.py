@@ -120,7 +120,7 @@ class Runtime:
         inference = await self.inference.prepare(self.config.inference)
         await self.usage.start()
         await self._breaker_file.load((*map(provider_key, inference.addresses), *self.config.providers))
-        self.inference.use(inference)  # the nodes' first outcomes are newer than the file
+        self.inference.use(inference)  # after the load, which would replace the first outcomes of the nodes
         self.breakers.restore()
         if self.shared_state is not None:
             await self._share_state(self.shared_state)

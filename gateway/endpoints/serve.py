@@ -172,7 +172,7 @@ class RequestApp(ABC):
                 record.note_refused_body(raw, error)
                 raise
             request = parsed.request
-            stored_bytes = request.size_bytes - len(raw)
+            referenced_bytes = request.size_bytes - len(raw)
             del raw
             if meter is not None and self.takes_tokens:
                 await meter.reserve(request)
@@ -183,7 +183,7 @@ class RequestApp(ABC):
             parsed = with_parameters_of(state.policies[match.route].route, parsed, record)
             runtime.records.add(record)
             with (
-                runtime.bodies.room(stored_bytes, max_body),
+                runtime.bodies.room(referenced_bytes, max_body),
                 runtime.open_requests.watch(receive, exchange.wire) as watch,
             ):
                 await self._answer(Job(parsed, state, match, context, watch, exchange, record, send))
@@ -193,7 +193,7 @@ class RequestApp(ABC):
         context, record, watch = job.context, job.record, job.watch
         try:
             place = await self.runtime.admission.enter(context.priority, context.silence_seconds)
-            record.note_attempt()
+            record.note_prefill()
             try:
                 body = await self.run(job)
             finally:

@@ -21,7 +21,7 @@ LARGEST_AT_A_TIME = 16
 
 _RETRY_SECONDS = 1.0
 
-_NO_ROOM = contextlib.nullcontext()
+_UNCOUNTED = contextlib.nullcontext()
 
 
 class Bodies:
@@ -36,7 +36,7 @@ class Bodies:
 
     def room(self, size: int, limit: int) -> AbstractContextManager[None]:
         """A context for `size` bytes that a request needs in addition to its body; raises RefusedError like `hold`."""
-        return _NO_ROOM if size <= SMALL_BYTES else self._room(size, limit)
+        return _UNCOUNTED if size <= SMALL_BYTES else self._room(size, limit)
 
     @contextlib.contextmanager
     def _room(self, size: int, limit: int) -> Iterator[None]:

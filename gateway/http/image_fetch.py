@@ -123,8 +123,10 @@ class Images:
         async with self._session.get(url, allow_redirects=False) as response:
             if response.status != 200:
                 raise core.refusal(remote, f"cannot be fetched: {target.host} answered {response.status}")
-            if not response.content_type.startswith("image/") or "content-encoding" in response.headers:
-                raise core.refusal(remote, f"is {response.content_type[:80]}, not an uncompressed image/* response")
+            if not response.content_type.startswith("image/"):
+                raise core.refusal(remote, f"is {response.content_type[:80]}, not an image")
+            if "content-encoding" in response.headers:
+                raise core.refusal(remote, "was sent with Content-Encoding; only responses without it are accepted")
             content = bytearray()
             async for piece in response.content.iter_chunked(65536):
                 content += piece

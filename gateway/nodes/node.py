@@ -94,7 +94,7 @@ class Node:
         try:
             plan = await self.provider.post_json("/memory/plan", orjson.dumps({"model": model}), seconds)
         except UpstreamError as error:
-            log.info("node %s has no plan for %s: %s", self.name, model, error)
+            log.info("node %s did not answer with a plan for %s: %s", self.name, model, error)
             return None
         return plan if isinstance(plan, dict) else None
 

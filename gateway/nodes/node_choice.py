@@ -91,7 +91,8 @@ class NodeFacts(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Smaller is better among equal scores: a free slot, then the load of all models, then that of this model."""
+        """Smaller is better among equal scores: the requests per slot if above one, the load of all models, then again
+        the requests per slot."""
         return max(1.0, self.load), self.node_load, self.load
 
     @property
@@ -181,8 +182,8 @@ def load_bound(mean: float) -> float:
 def _bounded(nodes: list[NodeFacts]) -> list[NodeFacts]:
     """`nodes` without those with much more load than the mean, while one with the model loaded has a free slot.
 
-    Compared are the requests for the model per slot (a node with a free slot is never left out) and the requests for
-    all models, each with the mean of the nodes that have the model loaded.
+    Left out are nodes without a free slot that have many requests for the model per slot, and nodes with many requests
+    for all models; each is compared with the mean of the nodes that have the model loaded.
     """
     loaded = [node for node in nodes if node.is_loaded]
     if all(node.load >= 1 for node in loaded):

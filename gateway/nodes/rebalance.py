@@ -30,7 +30,7 @@ prefix full."""
 GROWTH = 0.125
 """The share of its copies that a model gets at a time, at least one."""
 KEEP_SECONDS = 20.0
-"""A kept copy that is idle for longer is used, so that its node does not unload it."""
+"""A kept copy that is idle for longer gets a load request, so that its node does not unload it."""
 MAX_PLANS = 4
 """How many nodes are asked for a plan."""
 
@@ -65,7 +65,7 @@ class RebalanceState(NamedTuple):
 
 
 class Rebalancing(NamedTuple):
-    """A decision: copies to load, and kept copies (model, node) to use once so that they stay."""
+    """A decision: copies to load, and kept copies (model, node) that need a load request to stay."""
 
     state: RebalanceState
     copies: tuple[Copy, ...]

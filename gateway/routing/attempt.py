@@ -74,7 +74,7 @@ class Attempt:
             provider, self.call, budget, last=last, on_frame=on_frame, on_progress=state.record.note_progress,
             whole=not state.request.stream,
         )  # fmt: skip
-        state.record.note_attempt()
+        state.record.note_prefill()
         self.backlog: list[Frame] = []
         self._settled = False
         self._has_content = False

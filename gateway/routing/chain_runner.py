@@ -309,8 +309,8 @@ class ChainRunner:
         """
         nodes.failed(candidate.node, candidate.model, verdict, why)
         self._breaks += isinstance(verdict, Failure) and verdict.broke and verdict.reached
-        is_open = is_node_specific(verdict) and self._breaks < MAX_BREAKS
-        if is_open and self._state.budget.attempts_left > len(self._waiting):
+        may_move = is_node_specific(verdict) and self._breaks < MAX_BREAKS
+        if may_move and self._state.budget.attempts_left > len(self._waiting):
             self._waiting.appendleft(candidate)
 
     def _note_answer(self, candidate: Candidate) -> None:

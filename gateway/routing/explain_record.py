@@ -172,8 +172,8 @@ class Record:
             prompt = self.size_bytes // BYTES_PER_TOKEN if self.pieces else 0
         return prompt, (self.completion_tokens or 0) + self.pieces
 
-    def note_attempt(self) -> None:
-        """An attempt begins."""
+    def note_prefill(self) -> None:
+        """The phase `prefill` begins: after admission, and again with each attempt."""
         self.phase, self.progress = "prefill", None
 
     def note_progress(self, progress: Progress) -> None:

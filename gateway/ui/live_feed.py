@@ -145,7 +145,7 @@ class LiveFeed:
     def _join(self, page: _Page) -> None:
         if not self._pages:
             self._shown.clear()
-            self._requests.changed(self._runtime.records)
+            self._requests.changed(self._runtime.records)  # the snapshot of the page has these
             self._update(slow=True)
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._run(), name="live-feed")]
@@ -355,7 +355,7 @@ class NodeFigures:
             self._on_devices(self.node.name, self.devices)
 
     def poll_soon(self) -> None:
-        """Nothing is lost with the stream: the next one begins with all figures."""
+        """Does nothing: the next stream begins with all figures."""
 
 
 class LogLines(logging.Handler):

@@ -129,7 +129,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "headgate quarantine clear all",
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
-        Verb("config", "config", "check, show or import the configuration, or its schema", "headgate config check"),
+        Verb("config", "config", "check, show or import the configuration, print its schema", "headgate config check"),
         Verb(
             "key",
             "accounts.key_verb",

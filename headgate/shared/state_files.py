@@ -146,7 +146,9 @@ class StateFileWriter:
         except OSError as error:
             if not self._fails:
                 reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-                log.warning("cannot save %s (%s); the service continues without it", self._what, reason)
+                log.warning(
+                    "cannot save %s (%s); the service continues, but the next start may lack them", self._what, reason
+                )
             self._fails = True
             return False
         if self._fails:

@@ -4,8 +4,8 @@ TABLE has the transitions; an event without a transition does not change the sta
 again and how long to wait. The effects that give up the models of a device and request a restart happen once per
 incident.
 
-An unusable device is read again after a tenth of the time since the incident began, within FIRST_READ_SECONDS and
-LAST_READ_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
+A quarantined or lost device is read again after a tenth of the time since the incident began, within
+FIRST_READ_SECONDS and LAST_READ_SECONDS. A reading alone does not make it healthy: a trial must compute on it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from inference.protocol import DeviceState
 FIRST_READ_SECONDS = 1.0
 LAST_READ_SECONDS = 10.0
 SUSPECT_SECONDS = 10.0
-"""How long an unreadable device stays usable; then a trial decides."""
+"""How long a doubtful device stays usable; then a trial decides."""
 AGAIN_SECONDS = 60.0
-"""Time between trials of a device that passes them but stays unreadable."""
+"""Time between trials of a device that passes them but stays doubtful."""
 TRIAL_SECONDS = 90.0
 """A trial without a result after this time has failed; the trial itself has a shorter deadline."""
 STOP_SECONDS = 10.0
@@ -37,11 +37,12 @@ USABLE = (DeviceState.HEALTHY, DeviceState.SUSPECT)
 class HealthEvent(StrEnum):
     """Events of a device."""
 
-    UNREADABLE = "unreadable"
+    DOUBTFUL = "doubtful"
+    """the reading is uncertain, or there is none"""
     TRIAL_NEEDED = "trial needed"
     """a worker hung or ended with the loss of the device, no process can reach it, or an operator requested a trial"""
     CLEARED = "cleared"
-    """readable again, without problems"""
+    """read again, without problems"""
     DEGRADED = "degraded"
     """still computes, but has to be emptied"""
     LOST = "lost"
@@ -54,7 +55,7 @@ class HealthEvent(StrEnum):
     """a new reading allows a trial, or an operator requested it"""
     TRIAL_PASSED = "trial passed"
     COMPUTES = "computes"
-    """a trial passed, but the device is unreadable"""
+    """a trial passed, but the device is doubtful"""
     TRIAL_FAILED = "trial failed"
     UNREACHABLE = "unreachable"
     """a trial failed, and only a restart of the service helps"""
@@ -80,7 +81,7 @@ class Effect(StrEnum):
 _S, _E, _F = DeviceState, HealthEvent, Effect
 TABLE: Mapping[tuple[DeviceState, HealthEvent], tuple[DeviceState, tuple[Effect, ...]]] = MappingProxyType(
     {
-        (_S.HEALTHY, _E.UNREADABLE): (_S.SUSPECT, ()),
+        (_S.HEALTHY, _E.DOUBTFUL): (_S.SUSPECT, ()),
         (_S.HEALTHY, _E.TRIAL_NEEDED): (_S.PROBING, (_F.PROBE,)),
         (_S.HEALTHY, _E.DEGRADED): (_S.DRAINING, (_F.DRAIN,)),
         (_S.HEALTHY, _E.LOST): (_S.LOST, (_F.LOSE,)),
@@ -111,7 +112,8 @@ class DeviceHealth:
     """The health of one device. Times are monotonic seconds.
 
     `sign` is that of the newest reading, `note` the reason why the device is not healthy. `unhealthy_since`: start of
-    the incident. `due_at`: when the state changes without an event. `emptied`: no model is left on the device.
+    the incident. `due_at`: when the time of the state is over; a quarantined or lost device is then read
+    again. `emptied`: no model is left on the device.
     `restart_requested`: the effect RESTART was returned. Both last until the end of the incident. `trial` is the number
     of the newest trial; results of older ones do not count. `reading_requested`: no reading has come since the request.
     """
@@ -132,7 +134,10 @@ class DeviceHealth:
         return self.state in USABLE
 
     def seconds_to_verdict(self, now: float) -> float | None:
-        """Seconds until the device may be usable (the next reading; 0 while a trial runs); None if it is usable."""
+        """Seconds until the device may be usable, None if it is: until the next reading or the end of draining.
+
+        0 during a trial.
+        """
         if self.usable:
             return None
         return 0.0 if self.state is _S.PROBING else max(0.0, self.due_at - now)
@@ -170,7 +175,7 @@ class Tick:
 
 Seen = Read | Suspected | TrialResult | Tick
 _AWAY = (_S.QUARANTINED, _S.LOST)
-_NO_READING = (Sign.UNCERTAIN, Sign.UNREACHABLE)
+_DOUBTFUL_SIGNS = (Sign.UNCERTAIN, Sign.UNREACHABLE)
 _LOST_SIGNS = (Sign.FAILED, Sign.MISSING)
 
 
@@ -213,14 +218,14 @@ def _of_reading(health: DeviceHealth, seen: Read, now: float) -> HealthEvent | N
         return _E.CLEARED
     if seen.sign is Sign.UNREACHABLE and health.sign is not Sign.UNREACHABLE:
         return _E.TRIAL_NEEDED
-    return _E.UNREADABLE
+    return _E.DOUBTFUL
 
 
 def _of_trial(health: DeviceHealth, trial: int, failure: str | None) -> HealthEvent | None:
     if trial != health.trial:
         return None
     if failure is None:
-        return _E.COMPUTES if health.sign in _NO_READING else _E.TRIAL_PASSED
+        return _E.COMPUTES if health.sign in _DOUBTFUL_SIGNS else _E.TRIAL_PASSED
     return _E.UNREACHABLE if health.sign is Sign.UNREACHABLE and not health.restart_requested else _E.TRIAL_FAILED
 
 
@@ -262,7 +267,7 @@ def _is_left_to_do(health: DeviceHealth, effect: Effect) -> bool:
 
 
 def _state_seconds(health: DeviceHealth, event: HealthEvent, now: float, drain_seconds: float) -> float:
-    """How long the new state lasts without an event."""
+    """Seconds until `due_at`."""
     match health.state:
         case _S.HEALTHY:
             return math.inf

@@ -57,7 +57,7 @@ class Probe:
         """Measures again, with a deadline of its own. A device that cannot be read keeps its last figures."""
 
     def listen(self, on_event: Callable[[], None]) -> None:
-        """Calls `on_event` on the event loop after an event that the next refresh reports."""
+        """Calls `on_event` on the event loop as soon as something happens to a device; the next refresh reports it."""
 
     async def renew(self) -> None:
         """Restarts the helper of the probe at the next refresh, without waiting for its backoff."""

@@ -34,9 +34,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPrefix:
-    """The beginning of an answer that another worker has generated; its tokens are the end of the prompt.
+    """How much of the end of a prompt is the `answer_so_far` of its request.
 
-    `tokens`: the number of these tokens, which count as generated. `reasoning`: the number of those before the content.
+    `tokens`: the number of its tokens, which count as generated. `reasoning`: the number of those before the content.
     `content`: the text without the reasoning.
     """
 

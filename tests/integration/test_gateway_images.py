@@ -125,9 +125,9 @@ async def test_image_is_fetched_without_headers_of_the_client_and_sent_to_the_ti
     [
         ("redirect", "answered 302"),
         ("missing", "answered 404"),
-        ("page", "is text/plain, not an uncompressed image"),
+        ("page", "is text/plain, not an image"),
         ("lie", "not a PNG, JPEG, GIF or WebP"),
-        ("packed", "not an uncompressed image"),
+        ("packed", "was sent with Content-Encoding"),
         ("huge", "larger than 100000 bytes (images.max_bytes)"),
         ("silent", "within 1.5 s (images.timeout)"),
     ],

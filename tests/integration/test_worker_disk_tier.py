@@ -221,7 +221,10 @@ def test_an_error_pauses_the_writes_with_one_log_line(
             with pytest.raises(OSError, match="Input/output error"):
                 write(tier, SMALL[1])
     assert tier.is_paused
-    assert caplog.messages == [f"cannot write stored sequences to {tmp_path} (Input/output error): no writes for 60 s"]
+    assert caplog.messages == [
+        f"cannot write stored sequences to {tmp_path} (Input/output error); "
+        "no sequences are written to disk for the next 60 s"
+    ]
     assert [path.name for path in files(tmp_path)] == [tier.name_of(sequence_of(SMALL[0]))]
     assert read(tier, SMALL[0]) == SMALL[0]
     ticks[0] = 61.0
@@ -328,7 +331,7 @@ def test_a_file_in_the_place_of_the_directory_is_reported_once(
     shutil.rmtree(own)
     own.touch()
     assert numbers(tier) == numbers(tier) == []
-    assert caplog.text.count(f"cannot list stored sequences in {own} (Not a directory): no writes for") == 1
+    assert caplog.text.count(f"cannot list stored sequences in {own} (Not a directory); no sequences are written") == 1
     assert tier.is_paused
 
 

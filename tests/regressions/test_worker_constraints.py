@@ -190,7 +190,7 @@ def test_recursive_schema_with_an_end_is_kept(row: int) -> None:
     assert "$ref" in str(lower(ENDING[row], strict=True))
 
 
-def test_endless_optional_parts_of_a_schema_become_false() -> None:
+def test_optional_parts_with_a_ref_to_itself_become_false() -> None:
     dead = {"$ref": "#/$defs/x"}
     parts = {
         "properties": {"a": dead},

@@ -138,7 +138,10 @@ def test_stored_sequences_of_the_least_recently_used_model_are_dropped_first() -
     world.used("c")
     assert (budget(world, "a"), budget(world, "b")) == (None, 60)
     assert world.arenas.keys() == {"b"}
-    assert "60.0 MiB of stored sequences of a are dropped: the limit of all models is 192.0 MiB" in world.log
+    assert (
+        "60.0 MiB of stored sequences of a are dropped: those of all models may take 192.0 MiB of host memory"
+        in world.log
+    )
 
 
 def test_use_by_other_programs_takes_the_memory_of_stored_sequences() -> None:

@@ -905,7 +905,7 @@ def test_key_show_hides_a_generated_key_that_is_not_in_use(capsys: Any, tmp_path
     assert "as hashes, which cannot be shown" in output.err
 
 
-def test_verbs_use_the_addresses_of_a_running_up(tmp_path: Path, capsys: Any) -> None:
+def test_verbs_use_the_addresses_of_a_running_supervisor(tmp_path: Path, capsys: Any) -> None:
     """The record of a supervisor that has ended is ignored, also after a crash."""
     state = StateDir(tmp_path / "state")
     state.directory()

@@ -97,7 +97,7 @@ def test_layers_are_divided_over_accelerators_in_order() -> None:
     assert parts["cpu"].kv_bytes == 0
 
 
-def test_experts_in_host_memory_are_divided_by_their_layers() -> None:
+def test_host_expert_layers_move_experts_of_whole_layers_to_the_host() -> None:
     """Those of layers on the host are there anyway."""
     facts = Facts("x", 4, 8, 8, 8, 8, 8, 420, 400, by_layer=((100, 1, 70),) * 4, experts=8, experts_used=2)
     everything = Parameters(256, 1, gpu_layers=-1)

@@ -40,7 +40,7 @@ def test_the_reason_of_every_node_is_reported(node: NodeFacts, reason: str, retr
     assert chosen(node, loaded("c")) == ChosenNode("c", 1.0)
 
 
-def test_without_nodes_there_is_no_reason() -> None:
+def test_choice_among_no_nodes_is_no_node_without_reasons() -> None:
     assert choose([], NEEDS, random.random) == NoNode({})
 
 

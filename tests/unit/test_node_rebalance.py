@@ -168,7 +168,7 @@ def test_copies_that_are_not_superfluous_are_protected() -> None:
     assert protected(table, {"m": 1}) == {}
 
 
-def test_kept_copies_are_used_before_their_node_unloads_them() -> None:
+def test_idle_kept_copy_gets_a_load_request_so_that_its_node_does_not_unload_it() -> None:
     table = NodeTable()
     for node, idle in (("a", 90.0), ("b", 30.0), ("c", 5.0), ("d", None)):
         table.update_model(node, ModelStatus("m", READY, idle_seconds=idle))

@@ -44,7 +44,7 @@ def test_request_goes_to_the_replica_with_the_least_expected_wait() -> None:
     assert choose([replace(UP, active=2), other(active=1)]) == "b"
 
 
-def test_loading_replica_counts_with_the_rest_of_its_load() -> None:
+def test_wait_for_a_loading_replica_includes_its_remaining_loading_time() -> None:
     assert choose([replace(UP, active=8), other(load_seconds=1.0)]) == "b"
     assert choose([replace(UP, active=8), other(load_seconds=9.0)]) == "a"
 

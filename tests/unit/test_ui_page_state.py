@@ -99,7 +99,7 @@ def test_model_is_news_unless_only_the_clock_went_on() -> None:
 def test_request_shows_its_phase_from_admission_to_end() -> None:
     record = Record("r", 1.0, "/v1/chat/completions", key="team")
     assert (request_json(record)["phase"], request_json(record)["outcome"]) == ("admission", None)
-    record.note_attempt()
+    record.note_prefill()
     record.note_progress(Progress("loading", 40, 100))
     shown = request_json(record)
     assert (shown["phase"], shown["done"], shown["total"]) == ("loading", 40, 100)
@@ -138,7 +138,7 @@ def test_each_change_of_a_request_is_sent_once() -> None:
     old.note_end(1.0)
     assert shown.changed([new, old]) == [old, new]
     assert shown.changed([new, old]) == []
-    new.note_attempt()
+    new.note_prefill()
     assert shown.changed([new, old]) == [new]
     new.attempts.append(AttemptRecord("a", "success", "", 1.0))
     assert shown.changed([new, old]) == [new]

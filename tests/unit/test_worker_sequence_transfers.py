@@ -94,7 +94,7 @@ class Rig:
 
 
 @pytest.mark.parametrize(("threshold", "count"), [(0.0, 1), (0.75, 1), (0.8, 0), (1.0, 0)])
-def test_sequences_are_stored_while_others_run_from_the_threshold_on(threshold: float, count: int) -> None:
+def test_idle_sequences_are_stored_ahead_once_slots_in_use_reach_the_threshold(threshold: float, count: int) -> None:
     """Three of four slots are in use."""
     assert Rig(threshold).ahead() == count
 

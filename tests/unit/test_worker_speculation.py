@@ -178,7 +178,7 @@ def test_free_proposals_are_all_verified() -> None:
     assert lengths(measured(0.010, 0.0), 1) == MAX_PROPOSED
 
 
-def test_nothing_is_verified_with_more_sequences_than_pay() -> None:
+def test_nothing_is_verified_when_many_sequences_make_it_too_slow() -> None:
     """The same time of a proposed token is worth it for one sequence, and not for eight."""
     assert lengths(measured(0.010, 0.002), 1) > 4
     assert lengths(measured(0.020, 0.0025, sequences=8), 8) == 0

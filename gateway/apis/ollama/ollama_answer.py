@@ -35,12 +35,12 @@ class Clock(Protocol):
 class AnswerContext(NamedTuple):
     """What the translation of an answer needs to know about its request.
 
-    `shows` makes the fields for text and reasoning, which differ between `/api/chat` and `/api/generate`.
+    `text_fields` makes the fields for text and reasoning, which differ between `/api/chat` and `/api/generate`.
     """
 
     model: str
     clock: Clock
-    shows: Callable[[str, str], dict[str, Any]]
+    text_fields: Callable[[str, str], dict[str, Any]]
     only_loads: bool = False
 
 
@@ -65,7 +65,7 @@ def whole(answer: Mapping[str, Any], how: AnswerContext) -> dict[str, Any]:
     message = mapping(choice, "message")
     content = text(message, "content") + text(message, "refusal") + text(choice, "text")
     thinking = text(message, "reasoning_content") or text(message, "reasoning")
-    found = how.shows("", "") if how.only_loads else how.shows(content, thinking)
+    found = how.text_fields("", "") if how.only_loads else how.text_fields(content, thinking)
     calls = [_called(call, mapping(call, "function")) for call in objects(message, "tool_calls")]
     if calls and not how.only_loads:
         found["message"]["tool_calls"] = calls
@@ -158,11 +158,13 @@ class OllamaLines:
         ]
         out = []
         if calls and not how.only_loads:
-            out.append(self._line({"message": {**how.shows("", "")["message"], "tool_calls": calls}, "done": False}))
+            out.append(
+                self._line({"message": {**how.text_fields("", "")["message"], "tool_calls": calls}, "done": False})
+            )
         total = how.clock.elapsed_nanoseconds()
         began = total if self._began_after is None else self._began_after
         ended = _end(how, self._finish_reason, self._usage, total, began, total - began)
-        return b"".join([*out, self._line({**how.shows("", ""), **ended})])
+        return b"".join([*out, self._line({**how.text_fields("", ""), **ended})])
 
     def end_with_error(self, code: str, message: str) -> bytes:
         """The line with the error of an interrupted answer."""
@@ -184,7 +186,7 @@ class OllamaLines:
                 self._note_begun()
                 logprobs = objects(mapping(choice, "logprobs"), "content")
                 more = {"logprobs": logprobs} if logprobs else {}
-                out.append(self._line({**self._how.shows(content, thinking), "done": False, **more}))
+                out.append(self._line({**self._how.text_fields(content, thinking), "done": False, **more}))
 
     def _piece(self, piece: Mapping[str, Any]) -> None:
         self._note_begun()

@@ -39,7 +39,7 @@ class _Path(NamedTuple):
 
     body: type[Body]
     parse: Callable[[bytes], ParsedRequest]
-    shows: Callable[[str, str], dict[str, Any]]
+    text_fields: Callable[[str, str], dict[str, Any]]
     whole: Callable[[Mapping[str, Any], AnswerContext], dict[str, Any]]
     streams: bool
 
@@ -73,7 +73,7 @@ class _Request:
 
     @property
     def _how(self) -> AnswerContext:
-        return AnswerContext(self.request.model, self.clock, self.path.shows, self.only_loads)
+        return AnswerContext(self.request.model, self.clock, self.path.text_fields, self.only_loads)
 
     def with_request(self, request: InferenceRequest) -> _Request:
         return replace(self, request=request)

@@ -22,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--by", metavar="GROUPS", default="model", help=f"separated by commas: {', '.join(GROUPS)} (model)"
     )
     parser.add_argument(
-        "--since", metavar="TIME", default="30d", help="start: 7d (ago), 2026-11-01 (UTC), Unix time (30d)"
+        "--since", metavar="TIME", default="30d", help="start: 7d (ago), 2026-11-01 (UTC) or Unix time (default: 30d)"
     )
     parser.add_argument("--until", metavar="TIME", default="", help="end, exclusive (now)")
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")

@@ -86,7 +86,8 @@ class Attribution:
 
 
 def slack_bytes(total_bytes: int) -> int:
-    """Changes up to this size are not booked. So growth is booked before it counts as a rise of foreign use.
+    """Changes up to this size are not booked. It is at most `tolerated_bytes`, so growth is booked before it counts as
+    a rise of foreign use.
 
     Growth of several models counts together.
     """
@@ -94,7 +95,7 @@ def slack_bytes(total_bytes: int) -> int:
 
 
 def tolerated_bytes(total_bytes: int) -> int:
-    """Growth up to this size that does not fit, of all models together, has no effect."""
+    """Growth without room in the ledger stays unbooked up to this sum of all models; beyond it the model leaves."""
     return int(total_bytes * TOLERATED_SHARE)
 
 

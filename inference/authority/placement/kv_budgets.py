@@ -16,7 +16,7 @@ STEP_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class ArenaUse:
-    """The stored sequences of one model in host memory, of which `used_bytes` are in use.
+    """The arena of one model; its stored sequences take `used_bytes`.
 
     `fills`: the model is loaded, so that its worker adds and removes sequences. Other arenas only keep what they have.
     """

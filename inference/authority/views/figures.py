@@ -168,7 +168,7 @@ def location(state: State, model: ModelRecord) -> str:
 
 
 def model(state: State, model: ModelRecord, now: float) -> dict[str, Any]:
-    """One model of `/memory/models`. `observed`: its bytes in the ledger since its load was measured."""
+    """One model of `/memory/models`. `observed`: all its bytes in the ledger; None before a load has ended."""
     held = state.ledger.owned_by(model.id)
     estimate = next(iter(state.estimates_of(model.effective).values()), None)
     worker, in_flight = state.worker_of(model), state.in_flight(model)

@@ -223,12 +223,12 @@ class Reader(ABC):
 
     # Calls.
 
-    def attempt(self, call: Steps[None], *read: str) -> Steps[bool]:
-        """Reads a call. If the text is not a call, it is emitted as content, together with `read`. If a call has begun,
-        only the text after the call is content. Returns whether a call began.
+    def try_call(self, call: Steps[None], *before: str) -> Steps[bool]:
+        """Reads a call. If the text is not a call, it is emitted as content, together with `before`, the text read
+        ahead of it. If a call has begun, only the text after the call is content. Returns whether a call began.
         """
         count = self.out.calls
-        self._read[:] = read
+        self._read[:] = before
         try:
             yield from call
         except NoCallError:
@@ -242,7 +242,7 @@ class Reader(ABC):
 
     def arguments(self, name: str, id: str = "", closing: Sequence[str] = ()) -> Steps[None]:
         """Begins a call and emits its arguments; raises NoCallError if no JSON object or known substitute follows.
-        Before one of `closing` there are no arguments.
+        If one of `closing` follows, the arguments are empty.
         """
         if (yield from self.peek()) != "{":
             arguments = yield from self._stand_in(closing)

@@ -17,7 +17,7 @@ LARGEST_DISCOUNT = 6
 """The counted time is at least the measured time divided by this number."""
 
 STEP_SECONDS = 0.4
-"""Time for prompts in a step while streams wait. The streams pause for this time."""
+"""The most time for prompts in a step while streams pause, as long as there is credit (CREDIT_SECONDS)."""
 
 LONGEST_SECONDS = 1.0
 """Maximum time for prompts in a step. An abort or a new request waits at most this long.

@@ -420,7 +420,7 @@ class DiskTier:
 
     def _pause(self, reason: str) -> None:
         if not self.is_paused:
-            log.warning("%s: no writes for %.0f s", reason, PAUSE_SECONDS)
+            log.warning("%s; no sequences are written to disk for the next %.0f s", reason, PAUSE_SECONDS)
         self._paused_until = self._ticks() + PAUSE_SECONDS
 
 

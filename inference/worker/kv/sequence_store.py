@@ -29,7 +29,7 @@ class SequenceStore(Protocol):
     def add(self, slot: int, sequence: StoredSequence, checkpoints: Sequence[Checkpoint]) -> bool:
         """Copies the state of `slot` to host memory and adds `sequence` to the catalog; False if it is not stored.
 
-        `checkpoints` belong to `sequence.checkpoints`; those without a state are left out.
+        `checkpoints` have the states for `sequence.checkpoints`, which keeps only the positions with a state.
         """
         ...
 
@@ -51,7 +51,7 @@ class SequenceStore(Protocol):
         ...
 
     def pin(self, sequences: Collection[StoredSequence], until: float) -> None:
-        """Pins `sequences` until the Unix time `until`: those without a pin are removed first."""
+        """Pins `sequences` until the Unix time `until`. Sequences without a pin are removed before pinned ones."""
         ...
 
     def drop(self, sequences: Collection[StoredSequence]) -> None:

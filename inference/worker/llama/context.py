@@ -141,7 +141,10 @@ class Context:
         for path in paths:
             adapter = lib.llama_adapter_lora_init(self.model.handle, path.encode())
             if not adapter:
-                raise LoadError(ExitCause.OOM_LOAD, f"the LoRA adapter {path} cannot be applied to this model")
+                raise LoadError(
+                    ExitCause.OOM_LOAD,
+                    f"the LoRA adapter {path} cannot be applied to this model, or there is no memory for it",
+                )
             if lib.llama_adapter_get_alora_n_invocation_tokens(adapter) > 0:
                 raise LoadError(
                     ExitCause.STARTUP,

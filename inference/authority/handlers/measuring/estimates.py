@@ -34,7 +34,7 @@ def request(draft: Draft, key: EstimateKey) -> bool:
         return False
     draft.set(measuring=draft.state.measuring | {key})
     helper_contexts.begin(draft, key, key.devices)
-    draft.emit(Estimate(key, devices, device_view.capacities(draft.state, draft.now)))
+    draft.emit(Estimate(key, devices, device_view.budgets_of(draft.state, draft.now)))
     return True
 
 

@@ -286,7 +286,7 @@ def _awaits_verdict(draft: Draft, id: str) -> bool:
     """Whether a device for the model is being tried; its verdict or a timer repeats the decision."""
     readings = device_view.readings(draft.state, draft.now)
     closed = device_view.closed_to(draft.model(id).effective, readings)
-    awaits = any(device_incidents.is_under_trial(draft.state, item.id, draft.now) for item in closed)
+    awaits = any(device_incidents.is_verdict_awaited(draft.state, item.id, draft.now) for item in closed)
     if awaits:
         draft.wake_in(_CHECK_AGAIN_SECONDS)
     return awaits

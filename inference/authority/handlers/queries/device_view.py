@@ -98,7 +98,7 @@ def allowances(found: Sequence[Reading], settings: InferenceSettings) -> Iterato
             yield item, (capacity, max(budget, min(most, capacity)) if item.id == CPU else budget)
 
 
-def capacities(state: State, now: float) -> Mapping[str, int]:
+def budgets_of(state: State, now: float) -> Mapping[str, int]:
     """The budget of each device in bytes; the budget of the host for a device without its own memory."""
     found = readings(state, now)
     budgets = {item.id: budget for item, (_, budget) in allowances(found, state.settings)}

@@ -1,4 +1,4 @@
-"""The memory and speed that each change of `fit` costs a model that does not fit as configured."""
+"""What each change of `fit` saves in memory and costs in speed, for a model that does not fit as configured."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from inference.protocol import DeviceState, ExitCause, ModelState
 from inference.workers.exit_cause import WorkerExit
 
 MAX_TRIAL_WAIT_SECONDS = 2.0
-"""Requests wait for the result of a trial up to this time."""
+"""Requests wait for the result of a trial only within this time after the start of the incident."""
 _DOUBTFUL = (ExitCause.DEVICE_LOST, ExitCause.HANG)
 _IN_USE = (ModelState.LOADING, ModelState.READY, ModelState.BUSY, ModelState.RESTORING)
 
@@ -82,7 +82,7 @@ def health_of(state: State, device: str) -> DeviceHealth:
     return state.devices.health.get(device, DeviceHealth())
 
 
-def is_under_trial(state: State, device: str, now: float) -> bool:
+def is_verdict_awaited(state: State, device: str, now: float) -> bool:
     """Whether the device was healthy until recently and is being tried, so that requests wait for the verdict."""
     health = health_of(state, device)
     return (
@@ -212,7 +212,7 @@ def refuse_recovery(state: State, device: str) -> InvalidRequestError | None:
 
 
 def renewed(draft: Draft, id: int) -> None:
-    """The helpers that read the devices restart, so the device is tried."""
+    """The second step of a recovery: the helpers restart, and the device of command `id` is tried."""
     command = draft.state.commands.get(id)
     if isinstance(command, RecoverCommand):
         handle(draft, command.device, Suspected("an operator requested a trial"))

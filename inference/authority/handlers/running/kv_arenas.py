@@ -148,7 +148,7 @@ def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
     if worker is not None and worker.kv_bytes and model.state is _S.WARM:
         draft.set_worker(worker.id, kv_bytes=0)
         draft.emit(Instruct(worker.id, KvBudget(0)))  # a process in standby may use the arena still
-    limit = f"the limit of all models is {format_bytes(total)}"
+    limit = f"those of all models may take {format_bytes(total)} of host memory"
     why = limit if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
     _drop(draft, cache, why)
     return False

@@ -108,9 +108,9 @@ def ran_out(exit: WorkerExit) -> bool:
 
 def learn(draft: Draft, worker: WorkerRecord, exit: WorkerExit) -> None:
     """Learns that a worker ran out of memory, on every device that may have been short."""
-    capacities = device_view.capacities(draft.state, draft.now)
+    budgets = device_view.budgets_of(draft.state, draft.now)
     short = tuple(
-        Short(device, worker.placement.need.get(device.id, 0), capacities.get(device.id, 0))
+        Short(device, worker.placement.need.get(device.id, 0), budgets.get(device.id, 0))
         for device in device_view.named(draft.state, _short(worker, exit), draft.now)
     )
     draft.emit(LearnShortage(worker.id, _settings_of(draft, worker), exit, short, _computing(exit)))

@@ -84,9 +84,10 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
 
 
 def note_growth(draft: Draft, worker: WorkerRecord, device: str, grown_bytes: int) -> None:
-    """Stores the growth for an alert, unless the overhead of the model on the device is learned.
+    """Stores the growth for an alert, unless it can be learned as overhead: on an accelerator, without a configured
+    `memory_overhead`.
 
-    `memory_overhead` has no effect on host memory of a model on accelerators, whose growth then has no recommendation.
+    The host memory of a model on accelerators has no setting, so its overhead is None and the alert recommends none.
     """
     overhead = worker.estimate.overhead_bytes.get(device, 0) if device in worker.placement.devices else None
     if device != CPU and worker.spec.memory_overhead is None and is_learnable((overhead or 0) + grown_bytes):

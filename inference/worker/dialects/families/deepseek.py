@@ -41,10 +41,10 @@ class DeepSeekParser(CallReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while marker := (yield from self.until(_BEGIN, Content)):
-            begun = yield from self.attempt(self._call(inside=marker == CALL), marker)
+            begun = yield from self.try_call(self._call(inside=marker == CALL), marker)
             while begun:
                 yield from self._closing()
-                begun = (yield from self.literal(CALL)) and (yield from self.attempt(self._call(inside=True), CALL))
+                begun = (yield from self.literal(CALL)) and (yield from self.try_call(self._call(inside=True), CALL))
 
     def _call(self, *, inside: bool) -> Steps[None]:
         if not inside:

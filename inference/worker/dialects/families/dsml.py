@@ -34,11 +34,11 @@ class DsmlParser(TaggedReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while marker := (yield from self.until(_BEGIN, Content)):
-            begun = yield from self.attempt(self._call(is_inside=marker == _INVOKE), marker)
+            begun = yield from self.try_call(self._call(is_inside=marker == _INVOKE), marker)
             while begun:
                 yield from self.space()
                 if (yield from self.literal(_INVOKE)):
-                    begun = yield from self.attempt(self._call(is_inside=True), _INVOKE)
+                    begun = yield from self.try_call(self._call(is_inside=True), _INVOKE)
                     continue
                 for block in (OLD, NEW):
                     yield from self.literal(f"</{TOKEN}{block}>")

@@ -105,7 +105,7 @@ class HarmonyParser(Reader):
         kind: Kind = Reasoning if channel == "analysis" and not recipient else Content
         name = self._function(recipient)
         if name:
-            yield from self.attempt(self._arguments(name), *self._read)
+            yield from self.try_call(self._arguments(name), *self._read)
         elif recipient:
             self.give_back()
         else:

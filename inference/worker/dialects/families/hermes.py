@@ -44,7 +44,7 @@ class HermesParser(CallReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while (yield from self.until(_BEGIN, Content)):
-            if (yield from self.attempt(self.calls(), BEGIN)):
+            if (yield from self.try_call(self.calls(), BEGIN)):
                 yield from self.space()
                 yield from self.literal(END)
 

@@ -29,9 +29,9 @@ class Llama3Parser(CallReader):
     def called(self) -> Steps[None]:
         """Bare JSON at the beginning, then text and marked calls."""
         if _starts(self._thinking, self._opened):
-            yield from self.attempt(self._bare())
+            yield from self.try_call(self._bare())
         while (yield from self.until(_TAG, Content)):
-            yield from self.attempt(self.calls(), TAG)
+            yield from self.try_call(self.calls(), TAG)
 
     def _bare(self) -> Steps[None]:
         yield from self.space()

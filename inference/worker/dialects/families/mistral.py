@@ -32,7 +32,7 @@ class MistralParser(CallReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while (yield from self.until(_CALLS, Content)):
-            yield from self.attempt(self._call(), CALLS)
+            yield from self.try_call(self._call(), CALLS)
 
     def _call(self) -> Steps[None]:
         yield from self.space()

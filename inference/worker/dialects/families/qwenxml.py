@@ -40,7 +40,7 @@ class QwenXmlParser(TaggedReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while marker := (yield from self.until(_BEGIN, Content)):
-            if (yield from self.attempt(self._call(is_marked=marker == BEGIN), marker)):
+            if (yield from self.try_call(self._call(is_marked=marker == BEGIN), marker)):
                 yield from self.space()
                 yield from self.literal(END)
 
