@@ -148,11 +148,15 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why and how a model leaves; `explanation` is the trace of the plan or another reason."""
+    """Why and how a model leaves; `explanation` is the trace of the plan or another reason.
+
+    `wanted_by`: the model whose load needs the memory, or empty.
+    """
 
     reason: Reason
     action: Action = Action.UNLOAD
     explanation: tuple[str, ...] = ()
+    wanted_by: str = ""
 
     def overrules(self, earlier: Departure) -> bool:
         """Whether this departure replaces an earlier one of the same model."""
@@ -163,7 +167,9 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The departure of a model. `memory_freed_mb`: released memory in MiB. `timestamp`: Unix seconds."""
+    """The departure of a model. `memory_freed_mb`: released memory in MiB. `timestamp`: Unix seconds. `wanted_by`: see
+    `Departure`.
+    """
 
     model_name: str
     reason: Reason
@@ -171,6 +177,7 @@ class Eviction:
     memory_freed_mb: float
     timestamp: float
     explanation: tuple[str, ...]
+    wanted_by: str
 
     def to_json(self) -> dict[str, Any]:
         """As `/memory/evictions` and `/events` show it."""

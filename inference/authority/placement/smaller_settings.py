@@ -171,11 +171,8 @@ def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) ->
 
 def _experts_apart(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the smallest number of layers whose experts are in host memory, if the host has room for them."""
-    smaller, before, most = (
-        changed_layers(layers, others),
-        layers.parameters.host_expert_layers,
-        layers.last_expert_layer,
-    )
+    smaller = changed_layers(layers, others)
+    before, most = layers.parameters.host_expert_layers, layers.last_expert_layer
     too_few = _most(
         lambda count: not would_fit(smaller.changed(host_expert_layers=before + count), host=False), most - before
     )

@@ -250,11 +250,11 @@ def _make_room(draft: Draft, id: str, placement: Placement) -> None:
         worker = draft.worker_of(name)
         if worker is None:
             continue
-        why = [f"{advisor.ROOM_FOR}{id}"]
+        why = [f"room for {id}"]
         if worker.leases:
             why.append(f"requests for {id} have waited {draft.now - wanted_at:.1f} s: the turn of {name} is over")
         action = Action.OFFLOAD if name in kept else Action.UNLOAD
-        departure.leave(draft, name, Reason.MEMORY_WANTED, action, (*why, *placement.trace))
+        departure.leave(draft, name, Reason.MEMORY_WANTED, action, (*why, *placement.trace), wanted_by=id)
 
 
 def _refuse(draft: Draft, id: str, found: Decision) -> bool:
@@ -294,8 +294,8 @@ def _awaits_verdict(draft: Draft, id: str) -> bool:
 
 def _wait(draft: Draft, id: str, refusal: Refusal, found: Decision) -> None:
     for name in found.give_up:
-        explanation = (f"{advisor.ROOM_FOR}{id}", *refusal.trace)
-        departure.leave(draft, name, Reason.MEMORY_WANTED, explanation=explanation)
+        explanation = (f"room for {id}", *refusal.trace)
+        departure.leave(draft, name, Reason.MEMORY_WANTED, explanation=explanation, wanted_by=id)
         draft.set_model(id, eviction_began_at=min(draft.model(id).eviction_began_at, draft.now))
     models: Mapping[str, object] = draft.state.models
     times = []

@@ -15,7 +15,12 @@ _S = ModelState
 
 
 def leave(
-    draft: Draft, id: str, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
+    draft: Draft,
+    id: str,
+    reason: Reason,
+    action: Action = Action.UNLOAD,
+    explanation: tuple[str, ...] = (),
+    wanted_by: str = "",
 ) -> None:
     """Makes a model leave after its running requests. The departure is recorded when the memory is free.
 
@@ -24,7 +29,7 @@ def leave(
     model, worker = draft.model(id), draft.worker_of(id)
     if worker is None or worker.ending or model.state is _S.UNLOADING:
         return
-    departure = Departure(reason, action, explanation)
+    departure = Departure(reason, action, explanation, wanted_by)
     why = "; ".join((str(reason), *explanation))
     if model.state is _S.DRAINING:
         if worker.departure is not None and not departure.overrules(worker.departure):

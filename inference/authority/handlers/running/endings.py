@@ -75,6 +75,7 @@ def record(draft: Draft, model: str, departure: Departure | None, freed_bytes: i
         mib(freed_bytes),
         draft.unix,
         departure.explanation,
+        departure.wanted_by,
     )
     state = draft.state
     departures = state.departures.copy()

@@ -38,8 +38,6 @@ from inference.devices.device import CPU, Reading
 LATELY_SECONDS = 600.0
 """How long refusals and full devices raise an alert."""
 MAX_REFUSED = 10
-ROOM_FOR = "room for "
-"""The first explanation of an eviction is this text and the id of the other model."""
 
 
 # --- what happened ---------------------------------------------------------------------------------------------------
@@ -112,9 +110,9 @@ def _devices(state: State, now: float) -> Iterator[Alert | None]:
 def _swapping(state: State, now: float) -> Alert | None:
     since = now + state.unix_offset - SWAP_SECONDS
     records = [
-        (record.model_name, record.explanation[0].removeprefix(ROOM_FOR))
+        (record.model_name, record.wanted_by)
         for record in state.evictions
-        if record.timestamp >= since and record.reason is Reason.MEMORY_WANTED and record.explanation
+        if record.timestamp >= since and record.reason is Reason.MEMORY_WANTED
     ]
     models = state.models
     found = swaps([pair for pair in records if pair[0] in models and pair[1] in models])
