@@ -112,10 +112,10 @@ class DeviceHealth:
     """The health of one device. Times are monotonic seconds.
 
     `sign` is that of the newest reading, `note` the reason why the device is not healthy. `unhealthy_since`: start of
-    the incident. `due_at`: when the time of the state is over; a quarantined or lost device is then read
-    again. `emptied`: no model is left on the device.
-    `restart_requested`: the effect RESTART was returned. Both last until the end of the incident. `trial` is the number
-    of the newest trial; results of older ones do not count. `reading_requested`: no reading has come since the request.
+    the incident. `due_at`: when the time of the state is over; a quarantined or lost device is then read again.
+    `emptied`: no model is left on the device. `restart_requested`: the effect RESTART was returned. Both last until the
+    end of the incident. `trial` is the number of the newest trial; results of older ones do not count.
+    `reading_requested`: no reading has come since the request.
     """
 
     state: DeviceState = DeviceState.HEALTHY

@@ -49,8 +49,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     "draft_bytes": {device: ...}, "layers": [[weights, kv, grows, experts], ...], "facts": {...}, "capabilities": [...],
     "host_bytes_per_second": ..., "split_problem": ...}`, or `{"error": message}` for an unusable file. `split_problem`:
     why the accelerators cannot share the model in `split_mode`; empty if they can. `rough`: `parts` by the header
-    formula. The rate of host memory is 0 unless
-    the model has experts; it is measured unless the job has it.
+    formula. The rate of host memory is 0 unless the model has experts; it is measured unless the job has it.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
