@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.client import Client, Order
-from benchmarks.figures import Bar, Middle
+from benchmarks.figures import Bar, Middle, is_quick
 from benchmarks.models import SHAPES, path_of
 from headgate.cli.bench import percentile
 from headgate.shared.state_directory import INFERENCE_TOKEN
@@ -174,7 +174,7 @@ def bars(found: Sequence[Samples]) -> Iterator[Bar]:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark, prints tables and bars, and writes the raw samples."""
-    quick = environ.get("QUICK") == "1"
+    quick = is_quick(environ)
     models = environ.get("MODELS", "15m" if quick else "15m,135m").split(",")
     places = environ.get("PLACES", "cpu,sim").split(",")
     rounds = int(environ.get("ROUNDS", "3" if quick else "5"))

@@ -27,6 +27,7 @@ import uvloop
 
 from benchmarks import gateway_report, upstream
 from benchmarks.asking import Connection, close, request
+from benchmarks.figures import is_quick
 from benchmarks.gateway_samples import STREAMED, WHOLE, Gone, Results
 from benchmarks.upstream import Upstream
 from tests.rigs.stack import Stack
@@ -180,7 +181,7 @@ async def measure(root: Path, times: int) -> list[Gone]:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs this part of the gateway benchmark alone."""
-    quick = environ.get("QUICK", "") not in ("", "0")
+    quick = is_quick(environ)
     times = int(environ.get("DEPARTURES") or (QUICK_TIMES if quick else TIMES))
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root:
         found = uvloop.run(measure(Path(root), times))

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import models, peers, report, systems
 from benchmarks.client import Burst, Client, Seen
+from benchmarks.figures import is_quick
 from benchmarks.samples import (
     ANSWER_TOKENS,
     CHAIN,
@@ -215,7 +216,7 @@ def say(text: str) -> None:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark."""
-    quick = environ.get("QUICK", "") not in ("", "0")
+    quick = is_quick(environ)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     names = (environ.get("MODELS") or ("15m,135m" if quick else ",".join(MODELS))).split(",")
     streams = [int(count) for count in (environ.get("STREAMS") or "1,8,32").split(",")]

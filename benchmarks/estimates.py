@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks.figures import Bar, Middle
+from benchmarks.figures import Bar, Middle, is_quick
 from tests.rigs.estimate_rig import MIB, Case, EstimateRig
 from tests.rigs.stack import Stack, chat_body
 from tests.rigs.tiny_families import FAMILIES, Form, path
@@ -95,7 +95,7 @@ def _refused(stack: Stack) -> None:
 
 def main() -> int:
     """Runs the benchmark, prints the results and writes the raw figures."""
-    quick = bool(os.environ.get("QUICK"))
+    quick = is_quick(os.environ)
     wanted = list(cases())
     if quick:
         wanted = random.Random(1).sample(wanted, QUICK_CASES)

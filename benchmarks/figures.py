@@ -1,4 +1,4 @@
-"""Arithmetic of the benchmarks: medians with spread, the limit of a load, bars."""
+"""What the benchmarks share: medians with spread, the limit of a load, bars, and the choice of a short run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+def is_quick(environ: Mapping[str, str]) -> bool:
+    """Whether QUICK asks for a short run: any value but 0."""
+    return environ.get("QUICK", "") not in ("", "0")
 
 
 @dataclass(frozen=True, slots=True)

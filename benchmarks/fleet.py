@@ -30,7 +30,7 @@ from typing import Any
 import httpx2
 
 from benchmarks import asking
-from benchmarks.figures import Bar, Middle, TimedAnswer, ratios
+from benchmarks.figures import Bar, Middle, TimedAnswer, is_quick, ratios
 from benchmarks.gateway import ALONE_PER_SECOND, chat
 from benchmarks.gateway_samples import WHOLE
 from benchmarks.gateways import CONFIG, cores, headgate
@@ -306,7 +306,7 @@ async def run(plan: Plan, parts: Sequence[str], root: Path, found: Found) -> Non
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark, prints the table and bars, and writes the raw samples."""
-    plan = QUICK if environ.get("QUICK", "") not in ("", "0") else Plan()
+    plan = QUICK if is_quick(environ) else Plan()
     plan = Plan(
         int(environ.get("ROUNDS", plan.rounds)), float(environ.get("PACE", plan.pace_seconds)),
         float(environ.get("SECONDS", plan.seconds)), plan.samples, plan.sample_seconds,

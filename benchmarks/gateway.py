@@ -30,6 +30,7 @@ from typing import Any
 import uvloop
 
 from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
+from benchmarks.figures import is_quick
 from benchmarks.gateway_samples import (
     CLOUD_STREAM,
     CLOUD_STREAMS,
@@ -277,7 +278,7 @@ def say(text: str) -> None:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark."""
-    plan = QUICK if environ.get("QUICK", "") not in ("", "0") else Plan()
+    plan = QUICK if is_quick(environ) else Plan()
     if rounds := environ.get("ROUNDS"):
         plan = Plan(**{**{name: getattr(plan, name) for name in Plan.__dataclass_fields__}, "rounds": int(rounds)})
     parts = tuple((environ.get("PARTS") or ",".join(PARTS)).split(","))

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.figures import is_quick
 from benchmarks.gpu_table import Row
 from benchmarks.gpu_target import Target
 from benchmarks.link_rate import COUNT_BYTES
@@ -122,7 +123,7 @@ class Sample:
 def cases(environ: Mapping[str, str]) -> list[Case]:
     """The cases. The first model is small: it shows the overhead of a process."""
     found = [Case("demo-mini", bundled_path("demo-mini"), 512, 1), Case("demo", bundled_path("demo"), 4096, 4)]
-    names = ["135m"] if environ.get("QUICK") else ["135m", "1b"]
+    names = ["135m"] if is_quick(environ) else ["135m", "1b"]
     for name in names:
         path = path_of(SHAPES[name])
         found += [Case(name, path, 4096, 4), Case(f"{name} q8_0", path, 8192, 2, "q8_0")]

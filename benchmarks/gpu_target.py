@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.figures import is_quick
 from benchmarks.models import SHAPES
 from inference import settings
 from inference.settings import InferenceConfig
@@ -26,10 +27,10 @@ class Target:
         """Raises ValueError for an unknown shape. Simulated devices compute on the CPU, so they get small models."""
         devices = environ.get("INFERENCE_DEVICES", "auto")
         is_small = devices.startswith("sim")
-        shape = environ.get("GPU_CHECK_SHAPE", "") or ("15m" if is_small else "135m" if environ.get("QUICK") else "1b")
+        shape = environ.get("GPU_CHECK_SHAPE", "") or ("15m" if is_small else "135m" if is_quick(environ) else "1b")
         if shape not in SHAPES:
             raise ValueError(f"unknown GPU_CHECK_SHAPE {shape!r}; shapes: {', '.join(SHAPES)}")
-        return cls(devices, shape, "moe-small" if is_small or environ.get("QUICK") else "moe", environ)
+        return cls(devices, shape, "moe-small" if is_small or is_quick(environ) else "moe", environ)
 
     @property
     def simulated(self) -> bool:

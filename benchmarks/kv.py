@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.client import Burst, Client, Seen, run
-from benchmarks.figures import Bar, Middle, ratios
+from benchmarks.figures import Bar, Middle, is_quick, ratios
 from benchmarks.models import SHAPES, Shape, one_token_words, path_of
 from benchmarks.peers import ensure
 from benchmarks.switching import drop_from_cache
@@ -532,7 +532,7 @@ def tell(line: str) -> None:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark, prints tables and bars, and writes the samples."""
-    quick = environ.get("QUICK", "") not in ("", "0")
+    quick = is_quick(environ)
     models = environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
     places = environ.get("PLACES", "cpu" if quick else "cpu,sim").split(",")
     kv_types = environ.get("KV_TYPES", "f16" if quick else "f16,q8_0").split(",")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.figures import Bar
+from benchmarks.figures import Bar, is_quick
 from tests.rigs.stack import MODELS, Stack, chat_body, fake_cloud
 
 PERIOD_SECONDS = 4.0
@@ -201,7 +201,7 @@ async def _run(hows: Sequence[str], seconds: float) -> list[Situation]:
 
 def main() -> int:
     """Runs the benchmark and prints the bars. A missed bar does not change the status."""
-    quick = os.environ.get("QUICK") == "1"
+    quick = is_quick(os.environ)
     hows = os.environ.get("SITUATIONS", "gone,silent").split(",")
     seconds = float(os.environ.get("OUTAGE", "20" if quick else "60"))
     found = asyncio.run(_run(hows, seconds))

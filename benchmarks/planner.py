@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import Bar, Middle
+from benchmarks.figures import Bar, Middle, is_quick
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import EvictionState, Held, Option, Policy, Request, plan
 from inference.authority.placement.smaller_settings import Fit, FitStep
@@ -123,7 +123,7 @@ def measure(models: int, devices: int, count: int) -> tuple[list[float], Counter
 
 def main() -> int:
     """Runs the benchmark, prints the results and writes the raw figures."""
-    quick = bool(os.environ.get("QUICK"))
+    quick = is_quick(os.environ)
     raw: dict[str, list[float]] = {}
     bars: list[Bar] = []
     for (models, devices), bound in BOUNDS.items():

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Bar, Middle, TimedAnswer, ratios
+from benchmarks.figures import Bar, Middle, TimedAnswer, is_quick, ratios
 from headgate.cli.bench import percentile
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.worker.cpu_cores import usable_cores
@@ -197,7 +197,7 @@ def bars(samples: Samples) -> Iterator[Bar]:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark, prints the table and bars, and writes the raw samples."""
-    quick = environ.get("QUICK") == "1"
+    quick = is_quick(environ)
     rounds = int(environ.get("ROUNDS", "3" if quick else "5"))
     seconds = float(environ.get("SECONDS", "12" if quick else "20"))
     samples = run(rounds, float(environ.get("PACE", "0.06")), seconds)

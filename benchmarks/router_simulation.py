@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.figures import Bar
+from benchmarks.figures import Bar, is_quick
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
 from gateway.nodes.node_choice import ChosenNode, NodeFacts, NodeNeeds, choose
@@ -473,7 +473,7 @@ def _whole(name: str, otherwise: int) -> int:
 
 def main() -> int:
     """Runs the simulation, prints the results and writes the raw figures."""
-    quick = bool(os.environ.get("QUICK"))
+    quick = is_quick(os.environ)
     nodes, models = _whole("NODES", 200 if quick else 1000), _whole("MODELS", 2000 if quick else 10_000)
     seed = _whole("SEED", 1)
     world = Simulation(nodes, models, seed)

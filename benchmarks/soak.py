@@ -32,7 +32,7 @@ import httpx2
 import openai
 
 from benchmarks import footprints
-from benchmarks.figures import Bar
+from benchmarks.figures import Bar, is_quick
 from benchmarks.footprints import Footprint, Look
 from headgate.shared.state_directory import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from inference.worker.cpu_cores import usable_cores
@@ -279,7 +279,7 @@ async def measure(seconds: float) -> Results:
 
 def main() -> int:
     """Runs the benchmark, prints a table and bars, and writes the samples."""
-    minutes = 4.0 if os.environ.get("QUICK") else float(os.environ.get("MINUTES") or 20)
+    minutes = 4.0 if is_quick(os.environ) else float(os.environ.get("MINUTES") or 20)
     hours = os.environ.get("HOURS")
     results = asyncio.run(measure(60 * (60 * float(hours) if hours else minutes)))
     RAW.parent.mkdir(parents=True, exist_ok=True)

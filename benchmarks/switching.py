@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Bar, Middle
+from benchmarks.figures import Bar, Middle, is_quick
 from benchmarks.models import SHAPES, one_token_words, path_of
 from benchmarks.peers import ensure
 from inference.devices.simgpu.control import SOCKET_NAME, Control
@@ -318,7 +318,7 @@ def tell(line: str) -> None:
 
 def main() -> int:
     """Runs the benchmark, prints tables and bars, and writes the samples."""
-    quick = bool(os.environ.get("QUICK"))
+    quick = is_quick(os.environ)
     names = os.environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
     places = os.environ.get("PLACES", "cpu,sim,sim-resident").split(",")
     rounds = int(os.environ.get("ROUNDS", "3" if quick else "5"))

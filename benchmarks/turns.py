@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Bar, Middle
+from benchmarks.figures import Bar, Middle, is_quick
 from headgate.cli.bench import percentile
 from headgate.shared.state_directory import INFERENCE_TOKEN
 from inference.worker.cpu_cores import usable_cores
@@ -243,7 +243,7 @@ def measure(place: str, kept: bool, swaps: int) -> Samples:
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
     """Runs the benchmark, prints tables and bars, and writes the raw samples."""
-    quick = environ.get("QUICK") == "1"
+    quick = is_quick(environ)
     swaps = int(environ.get("SWAPS", "10" if quick else "50"))
     places = environ.get("PLACES", "cpu" if quick else "cpu,sim").split(",")
     kept = [value == "yes" for value in environ.get("KEPT", "no,yes").split(",")]

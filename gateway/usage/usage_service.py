@@ -143,7 +143,8 @@ class UsageService:
                 return await asyncio.to_thread(run)
         except TimeoutError:
             raise RefusedError(
-                Code.INTERNAL_ERROR, f"the usage file was not read within {READ_SECONDS:g} s; choose a shorter period"
+                Code.INTERNAL_ERROR,
+                f"the usage file was not read within {READ_SECONDS:g} s; retry, and ask for usage of a shorter period",
             ) from None
         except (sqlite3.Error, OSError, HeadgateError) as error:
             raise RefusedError(Code.INTERNAL_ERROR, f"the usage file cannot be read: {advice(error)}") from error

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import client, report
 from benchmarks.engine import Prompts
-from benchmarks.figures import Bar, Middle, geometric_mean, limit_seconds, ratios
+from benchmarks.figures import Bar, Middle, geometric_mean, is_quick, limit_seconds, ratios
 from benchmarks.models import BLOCK_BYTES, SHAPES, Blocks
 from benchmarks.samples import (
     CHAIN,
@@ -40,6 +40,12 @@ def test_median_of_measurements_is_printed_with_its_range() -> None:
     assert math.isnan(percentile([], 0.5))
     assert math.isnan(Middle.of([math.nan]).value)
     assert Middle.of([0.003, 0.001, 0.002]).text(0, 1000) == "2 [1 .. 3]"
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_short_run_is_chosen_by_any_value_but_zero(value: str, expected: bool) -> None:
+    assert is_quick({"QUICK": value}) is expected
+    assert not is_quick({})
 
 
 def test_limit_is_the_sum_of_prefill_and_decode() -> None:

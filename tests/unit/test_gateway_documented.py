@@ -205,6 +205,11 @@ def test_float_in_place_of_an_integer_is_quoted_unchanged(name: str, value: floa
         _gateway(name, value)
 
 
+def test_integer_beyond_64_bits_is_reported_with_the_range() -> None:
+    with pytest.raises(RequestError, match=re.escape("`n` must be a whole number between -2^63 and 2^63; it is 1e+30")):
+        _gateway("n", 1e30)
+
+
 def test_integer_beyond_the_range_of_floats_is_reported() -> None:
     problem = BY_NAME["temperature"].problem(10**400)
     assert problem is not None and problem.startswith("must be between 0 and 2; it is 1000")

@@ -342,6 +342,8 @@ def _problem(node: types.Type, value: Any) -> str:
     if not fitting:
         names = metadata.get("expected") or " or ".join(dict.fromkeys(map(_expected, variants)))
         if isinstance(value, float) and any(isinstance(one, types.IntType) for one in variants):
+            if abs(value) >= 2**63:  # JSON's whole numbers beyond 64 bits are decoded as floats
+                return f"must be {names} between -2^63 and 2^63; it is {value}"
             return f"must be {names}; it is {value}"
         return f"must be {names}, not {json_kind(value)}"
     return _bounds_problem(fitting[0], value)
