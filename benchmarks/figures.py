@@ -17,7 +17,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 
 def is_quick(environ: Mapping[str, str]) -> bool:
-    """Whether QUICK asks for a short run: any value but 0."""
+    """Whether QUICK asks for a short run: it is set, and not to 0."""
     return environ.get("QUICK", "") not in ("", "0")
 
 

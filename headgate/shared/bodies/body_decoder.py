@@ -331,6 +331,8 @@ def _metadata(node: types.Type) -> Mapping[str, Any]:
 
 def _problem(node: types.Type, value: Any) -> str:
     """What is wrong with `value`, as the rest of a sentence that begins with the parameter's name."""
+    if isinstance(value, float) and 2**63 <= abs(value) < math.inf and _has_integer(node):
+        value = int(value)  # orjson decodes whole numbers beyond 64 bits as floats
     metadata = _metadata(node)
     row: Parameter | None = metadata.get("parameter")
     if row is not None and (problem := row.problem(value)) is not None:
@@ -341,12 +343,14 @@ def _problem(node: types.Type, value: Any) -> str:
     fitting = [one for one in variants if _takes(one, value)]
     if not fitting:
         names = metadata.get("expected") or " or ".join(dict.fromkeys(map(_expected, variants)))
-        if isinstance(value, float) and any(isinstance(one, types.IntType) for one in variants):
-            if abs(value) >= 2**63:  # JSON's whole numbers beyond 64 bits are decoded as floats
-                return f"must be {names} between -2^63 and 2^63; it is {value}"
+        if isinstance(value, float) and _has_integer(node):
             return f"must be {names}; it is {value}"
         return f"must be {names}, not {json_kind(value)}"
     return _bounds_problem(fitting[0], value)
+
+
+def _has_integer(node: types.Type) -> bool:
+    return any(isinstance(one, types.IntType) for one in _variants(node))
 
 
 def _bounds_problem(node: types.Type, value: Any) -> str:
