@@ -30,9 +30,8 @@ KEPT_REFUSED = 200
 
 MAX_PARAM_CHARS = 256
 
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,15})')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
+_COUNT = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)"\s*:\s*(\d{1,15})')
+"""One number of a usage. Quotes inside a string are escaped, so the pattern cannot match inside a string."""
 
 
 @dataclass(slots=True)
@@ -187,9 +186,10 @@ class Record:
 
     def note_usage(self, usage: bytes) -> None:
         """Fills in the tokens of an answer; `usage` is the end of its JSON, or its chunk with the usage."""
-        self.prompt_tokens = _last_count(_PROMPT_TOKENS, usage)
-        self.completion_tokens = _last_count(_COMPLETION_TOKENS, usage)
-        self.cached_tokens = _last_count(_CACHED_TOKENS, usage)
+        last = {name: int(count) for name, count in _COUNT.findall(usage)}
+        self.prompt_tokens = last.get(b"prompt_tokens")
+        self.completion_tokens = last.get(b"completion_tokens")
+        self.cached_tokens = last.get(b"cached_tokens")
 
     def note_end(self, seconds: float) -> None:
         """The request has ended after `seconds`."""
@@ -223,12 +223,6 @@ class Record:
         fields["breaks"] = [asdict(one) for one in self.breaks]
         fields["trace"] = None if self.trace is None else f"{self.trace.trace_id:032x}"
         return fields
-
-
-def _last_count(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
-    """The last number of a usage. Quotes inside a string are escaped, so the pattern cannot match inside a string."""
-    found = pattern.findall(usage)
-    return int(found[-1]) if found else None
 
 
 class RecordStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -268,11 +268,11 @@ class RequestState:
         bound = min(wanted, status.context_length)
         return body if bound == wanted else changed(body, max_tokens=bound)
 
-    async def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
+    def acquire(self, candidate: Candidate, forced: bool) -> Awaitable[Lease | Refused]:
         """Permits for an attempt at `candidate`, or the refusal. A permit expires after `total` plus `inter_token`."""
         limits, gateway = self.budget.limits, self.gateway
         expires_at = time.monotonic() + limits.total + limits.inter_token
-        return await acquire_claimed(
+        return acquire_claimed(
             gateway.breakers, candidate.provider_key, candidate.model, expires_at, forced, gateway.breaker_generation
         )
 

@@ -82,7 +82,8 @@ class TrafficCounters:
     def note(self, end: Finished, now: float) -> None:
         """Counts a request that has ended."""
         self._minute(now).note(end)
-        totals = self.keys.setdefault(end.key, KeyTotals())
+        if (totals := self.keys.get(end.key)) is None:
+            totals = self.keys[end.key] = KeyTotals()
         totals.requests += 1
         totals.tokens += end.tokens
         if end.model and end.ttft_seconds is not None:

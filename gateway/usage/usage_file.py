@@ -78,9 +78,20 @@ class StoredKey(NamedTuple):
 
 
 _INSERT = f"INSERT INTO requests VALUES ({', '.join('?' * len(UsageRow._fields))})"  # noqa: S608
-_ADD_MONTH = """INSERT INTO months VALUES (?, ?, 1, ?, ?) ON CONFLICT (month, key) DO UPDATE
-SET requests = requests + 1, tokens = tokens + excluded.tokens, dollars = dollars + excluded.dollars"""
+_ADD_MONTH = """INSERT INTO months VALUES (?, ?, ?, ?, ?) ON CONFLICT (month, key) DO UPDATE
+SET requests = requests + excluded.requests, tokens = tokens + excluded.tokens, dollars = dollars + excluded.dollars"""
 _GROUP_SQL = {name: name for name in GROUPS} | {"day": "strftime('%Y-%m-%d', at, 'unixepoch')"}
+
+
+def _sums_by_month(rows: Sequence[UsageRow]) -> list[tuple[str, str, int, int, float]]:
+    """Month, key, number of requests, tokens and dollars of `rows`."""
+    found: dict[tuple[str, str], tuple[int, int, float]] = {}
+    for row in rows:
+        key = month_of(row.at), row.key
+        requests, tokens, dollars = found.get(key, (0, 0, 0.0))
+        tokens += row.prompt_tokens + row.completion_tokens
+        found[key] = requests + 1, tokens, dollars + (row.dollars or 0.0)
+    return [(*key, *sums) for key, sums in found.items()]
 
 
 def advice(error: Exception) -> str:
@@ -152,13 +163,7 @@ class UsageFile:
         with self._transaction():
             self._db.executemany("INSERT INTO captures VALUES (?, ?, ?, ?, ?, ?)", captures)
             self._db.executemany(_INSERT, rows)
-            self._db.executemany(
-                _ADD_MONTH,
-                [
-                    (month_of(row.at), row.key, row.prompt_tokens + row.completion_tokens, row.dollars or 0.0)
-                    for row in rows
-                ],
-            )
+            self._db.executemany(_ADD_MONTH, _sums_by_month(rows))
 
     def spent(self, month: str) -> dict[str, Spent]:
         """What each key used in `month`."""

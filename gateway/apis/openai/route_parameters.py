@@ -61,7 +61,7 @@ def with_route_parameters(
     variables are merged. Parameters that the endpoint does not have are left out.
     """
     body = request.body
-    if not isinstance(body, GenerationFields):
+    if not isinstance(body, GenerationFields) or not (defaults or overrides or remove):
         return request, {}
     fields: dict[str, Any] = {}
     changes: dict[str, Any] = {}
