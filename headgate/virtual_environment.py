@@ -93,7 +93,8 @@ def installed_interpreters(path: str) -> list[Interpreter]:
         with contextlib.suppress(OSError):  # missing or not readable
             for file in sorted(file for file in Path(folder).iterdir() if _PYTHON.fullmatch(file.name)):
                 real = file.resolve()
-                key = real if _PYTHON.fullmatch(real.name) else file  # links to one launcher start different ones
+                # links to one launcher, such as pyenv's, start different interpreters
+                key = real if _PYTHON.fullmatch(real.name) else file
                 if key not in found:
                     found[key] = Interpreter.query(str(file))
     return [interpreter for interpreter in found.values() if interpreter is not None]

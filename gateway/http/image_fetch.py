@@ -84,7 +84,7 @@ class Images:
     async def inlined(self, request: InferenceRequest, room: Room) -> InferenceRequest:
         """`request` with all images inlined; their bytes are reserved in `room` as they arrive.
 
-        Raises RequestError with the image at fault, and RefusedError when there is no memory for them now.
+        Raises RequestError that names an image, and RefusedError when there is no memory for them now.
         """
         body = request.body
         if not isinstance(body, ChatRequest) or not (remotes := core.remote_images(body)):
@@ -93,7 +93,8 @@ class Images:
         try:
             contents = await _together([self._fetch(*one, room) for one in zip(remotes, targets, strict=True)])
         except _TooLargeError:
-            problem = f"and the others are together larger than {room.limit} bytes (max_body)"
+            larger = "is larger" if len(remotes) == 1 else "and the others are together larger"
+            problem = f"{larger} than {room.limit} bytes (max_body)"
             raise core.refusal(remotes[-1], problem) from None
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
         return request._replace(body=core.inlined(body, urls))

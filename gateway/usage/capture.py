@@ -17,6 +17,9 @@ MAX_BYTES = 2**18
 MAX_STREAM_BYTES = 16 * MAX_BYTES
 """Bytes of the chunks of a stream that are put together: the text of an answer is a small part of its chunks."""
 REDACTED = "[redacted]"
+MAX_SECRET_BYTES = 8192
+_SEPARATORS = (b" ", b'"', b"\\")
+"""Characters of JSON that are not part of a secret; a backslash begins an escaped line end."""
 
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=-]+)*;base64,([A-Za-z0-9+/_-]+)=*")
 _SECRETS = re.compile(
@@ -48,8 +51,12 @@ def redacted(text: str, patterns: Sequence[re.Pattern[str]] = ()) -> str:
 
 
 def kept_text(body: bytes) -> str:
-    """The beginning of `body` as text."""
-    return body[:MAX_BYTES].decode("utf-8", "replace")
+    """The beginning of `body` as text. It is cut between two words: `redacted` does not recognize half a secret."""
+    end = MAX_BYTES
+    if len(body) > MAX_BYTES:
+        last = max(body.rfind(separator, MAX_BYTES - MAX_SECRET_BYTES, MAX_BYTES) for separator in _SEPARATORS)
+        end = MAX_BYTES if last < 0 else last
+    return body[:end].decode("utf-8", "replace")
 
 
 class CapturingWriter:

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -119,7 +120,7 @@ def check_options(fault: Fault, args: argparse.Namespace) -> None:
     if args.amount is not None and fault.do not in _WITH_AMOUNT:
         raise UsageError(f"{fault.name} does not accept --amount")
     if args.seconds is not None and fault.do not in _UNDO and fault.number != STOP:
-        raise UsageError(f"{fault.name} does not accept --seconds, because it cannot be undone; {fault.undo}")
+        raise UsageError(f"{fault.name} does not accept --seconds; undo: {fault.undo}")
 
 
 def check_simulated(devices: list[Mapping[str, Any]]) -> None:
@@ -188,7 +189,7 @@ _UNDO: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, flo
     "foreign": lambda before: (("foreign", {"bytes": before["foreign_bytes"]}),),
     "late": lambda _before: (("late", {"seconds": 0}), ("settle", {})),
 }
-"""The commands that undo a command, from the status of the device before that command."""
+"""The commands that undo a command. The functions get the status of the device before that command."""
 _WITH_AMOUNT = ("refuse", "refuse_after", "slow", "late", "shrink", "foreign")
 
 
@@ -221,8 +222,13 @@ def _worker(session: Session, fault: Fault) -> Done:
     assert status.pid is not None
     signal_worker(status.pid, fault)
     done = f"{fault.name}: {status.id} (pid {status.pid}, on {', '.join(status.devices)})"
-    undo = (lambda: _signal(status.pid or 0, signal.SIGCONT)) if fault.name == "worker-stop" else None
-    return done, undo
+    return done, partial(_continue, status.pid) if fault.name == "worker-stop" else None
+
+
+def _continue(pid: int) -> None:
+    """Continues a stopped worker; one that was killed because it hung is gone, and its pid may be reused."""
+    if _is_worker(pid):
+        _signal(pid, signal.SIGCONT)
 
 
 def pick(models: list[ModelStatus], name: str | None) -> ModelStatus:

@@ -130,7 +130,9 @@ class Nodes:
         if not values:
             reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
             is_refusal = any(isinstance(error, ApiError) and error.code for error in errors.values())
-            raise (HeadgateError if is_refusal else NotRunningError)(f"no answer from {len(errors)} nodes: {reasons}")
+            raise (HeadgateError if is_refusal else NotRunningError)(
+                f"none of {len(errors)} nodes could do it: {reasons}"
+            )
         return Answers(values, errors)
 
     def one(self) -> Api:

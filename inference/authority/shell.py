@@ -214,7 +214,7 @@ class Authority:
         return replicas.replicas_of(self._state, model) if model.spec.replica_of is None else [model]
 
     def first_replica(self, id: str) -> ModelRecord:
-        """The replica with the quarantine of all replicas of this model. Raises ModelNotFound."""
+        """The first replica, whose record holds the quarantine that all replicas share. Raises ModelNotFound."""
         return replicas.first_of(self._state, self.model(id))
 
     def siblings(self, id: str) -> list[ModelRecord]:

@@ -1,4 +1,4 @@
-"""Estimates the memory of models with helper processes, and caches the results in the state directory.
+"""Estimates the memory of models with helper processes, and caches exact results in the state directory.
 
 The cache key is the file fingerprint, the parameters, the kinds of devices and the library version. Concurrent calls
 share one measurement. When the exact measurement fails, the header formula is used; an invalid file is an error.
@@ -161,12 +161,13 @@ class Estimator:
             except HelperError as second:
                 raise ModelFailed(f"the model {spec.id!r} cannot be measured: {second}") from second
             answer["note"] = str(error)
+        else:
+            if note := answer.get("note"):
+                log.warning("estimate of %s: %s", spec.id, note)
         if "error" in answer:
             raise ModelFailed(f"the model {spec.id!r} cannot be loaded: {answer['error']}")
         entry = {name: answer[name] for name in _KEPT}
-        if entry["note"]:
-            log.warning("estimate of %s: %s", spec.id, entry["note"])
-        elif spec.files == files:
+        if not entry["note"] and spec.files == files:
             self._remember(key, entry)
         return entry
 

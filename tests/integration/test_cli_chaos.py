@@ -163,7 +163,7 @@ def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
         (["device-cut", "--device", "gpu-7"], "unknown simulated device 'gpu-7'; simulated devices: gpu-0, gpu-1"),
         (["device-shrink", "--amount", "much"], "--amount much"),
         (["device-cut", "--amount", "3"], "does not accept --amount"),
-        (["device-return", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
+        (["device-return", "--seconds", "1"], "does not accept --seconds; undo: "),
         (["worker-kill"], "no model is loaded"),
     ],
 )
@@ -179,8 +179,8 @@ def test_invalid_options_are_explained(rig: SimDevices, capsys: Any, words: list
         (["worker-kill", "--device", "gpu-0"], "worker-kill acts on a model; it does not accept --device"),
         (["inference-kill", "--model", "demo"], "inference-kill acts on a service; it does not accept --model"),
         (["worker-kill", "--amount", "3"], "worker-kill does not accept --amount"),
-        (["worker-kill", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
-        (["gateway-kill", "--seconds", "1"], "does not accept --seconds, because it cannot be undone"),
+        (["worker-kill", "--seconds", "1"], "does not accept --seconds; undo: "),
+        (["gateway-kill", "--seconds", "1"], "does not accept --seconds; undo: "),
     ],
 )
 def test_options_of_other_faults_are_refused_before_any_request(

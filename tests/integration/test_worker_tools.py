@@ -308,7 +308,7 @@ def test_separate_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ tools }} in no known way", "{% if %}"])
-def test_template_for_tools_without_calls_is_not_used(tmp_path: Path, template: str) -> None:
+def test_tool_template_that_is_unusable_is_ignored(tmp_path: Path, template: str) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(tool_template=template))) as rig:
         ready = rig.ready()
         assert ready.capabilities == ("chat", "completions")

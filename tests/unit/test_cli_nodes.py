@@ -105,7 +105,7 @@ def test_exit_code_is_3_when_no_node_answers(fleet: Fleet, capsys: Any, monkeypa
     urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in "xy"]
     monkeypatch.setenv("GATEWAY_INFERENCE__NODES", json.dumps(urls))
     assert main(["devices"]) == 3
-    assert "no answer from 2 nodes: x: " in capsys.readouterr().err
+    assert "none of 2 nodes could do it: x: " in capsys.readouterr().err
 
 
 def test_action_requires_the_node_option_if_several_nodes_have_the_model(fleet: Fleet, capsys: Any) -> None:

@@ -107,7 +107,7 @@ def test_thread_with_its_own_policy_or_niceness_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "riscv64"])
-def test_loop_works_without_the_system_call(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_works_without_sched_setattr(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(event_loop, "_SYSCALLS", {"x86_64": (100_000, 100_001)})
     assert on_a_thread(event_loop.request_short_slices) is False

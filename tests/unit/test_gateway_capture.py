@@ -57,3 +57,11 @@ def test_beginning_of_a_long_answer_is_kept() -> None:
         writer.write([piece])
     assert MAX_BYTES < len(writer.answer()) < 17 * MAX_BYTES
     assert len(kept_text(writer.answer())) == MAX_BYTES
+
+
+@pytest.mark.parametrize("before", [" the key is ", '","content":"', "\\\\n"])
+def test_secret_at_the_cut_is_not_kept_in_part(before: str) -> None:
+    start = "x" * (MAX_BYTES - len(before) - 12)
+    kept = kept_text(f"{start}{before}sk-proj-abcdefghijklmnopqrstuvwxyz".encode())
+    assert len(kept) > MAX_BYTES - 40
+    assert "sk-" not in kept

@@ -290,7 +290,7 @@ def test_restarted_answer_may_have_any_shape() -> None:
     ],
     ids=str,
 )
-def test_text_in_another_form_is_passed_on_and_prevents_a_resume(choice: dict[str, Any]) -> None:
+def test_content_of_an_unusual_type_is_passed_on_and_prevents_a_resume(choice: dict[str, Any]) -> None:
     """Some clouds stream contents as lists of parts."""
     frame = Data(orjson.dumps({"id": "b", "created": 2, "choices": [choice]}), DeltaKind.CONTENT)
     for how in ResumeMethod:

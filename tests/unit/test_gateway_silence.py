@@ -89,7 +89,7 @@ def test_cleared_attempts_are_not_silent(stage: str) -> None:
     assert detector.silent_attempts(100.0, ENOUGH) == ENOUGH, "unknown numbers change nothing"
 
 
-def test_first_byte_clears_attempts_that_wait_for_one() -> None:
+def test_after_a_first_byte_earlier_attempts_that_wait_for_one_are_not_silent() -> None:
     detector = _sampled()
     _start(detector, 1.0, ENOUGH + 1)
     detector.first_byte(ENOUGH, 2.0, FakeActivity())
@@ -98,10 +98,10 @@ def test_first_byte_clears_attempts_that_wait_for_one() -> None:
     assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "later attempts still count"
     detector.started(50, 4.0, LOST)
     detector.ended(50, answered=True)
-    assert detector.silent_attempts(20.0, 1) == 0, "a unary answer clears them too"
+    assert detector.silent_attempts(20.0, 1) == 0, "the same after a unary answer"
 
 
-def test_first_token_clears_attempts_that_wait_for_one() -> None:
+def test_after_a_first_token_earlier_attempts_that_wait_for_one_are_not_silent() -> None:
     detector = _sampled()
     _get_byte(detector, 1.0, ENOUGH + 1)
     assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "first bytes of other attempts do not clear them"

@@ -61,8 +61,8 @@ _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
 class App:
-    """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks, `forms` compiles required forms of answers, `vision` reads images.
+    """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` decodes
+    requests and encodes answers of `/v1/rerank`, `forms` compiles required forms of answers, `vision` reads images.
     `prepare_sampling` does the slow part of creating a sampler before the request reaches the engine, on neither the
     event loop nor the engine's thread. `control` lists, clears and pins sequences.
     """
@@ -233,7 +233,7 @@ class App:
             prefix=prepared.prefix,
             kv=exchange.kv_hint(),
             labels=exchange.prefix_labels() if request.shares_cache and len(prepared.prompts) == 1 else (),
-            speculates=request.sampling.seed is None,  # a seeded answer repeats to the byte; proposals depend on times
+            speculates=request.sampling.seed is None,  # a seeded answer repeats to the byte; proposals depend on timing
             max_delay_seconds=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images
@@ -352,9 +352,11 @@ class App:
     def _echoed(self, request: GenerateRequest, work: Work) -> list[Echo]:
         echoes: list[Echo] = []
         for prompt, tokens in zip(request.prompts, work.prompts, strict=True):
-            whole = self._detokenize(list(tokens)) if request.score_prompt or not isinstance(prompt, str) else prompt
-            text = prompt if isinstance(prompt, str) else whole
-            echoes += [Echo(text, max(0, len(whole) - len(text)))] * work.n
+            text_of_tokens = (
+                self._detokenize(list(tokens)) if request.score_prompt or not isinstance(prompt, str) else prompt
+            )
+            text = prompt if isinstance(prompt, str) else text_of_tokens
+            echoes += [Echo(text, hidden=max(0, len(text_of_tokens) - len(text)))] * work.n
         return echoes
 
     async def _post_tokenize(self, exchange: Exchange) -> None:

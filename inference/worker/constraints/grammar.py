@@ -165,7 +165,8 @@ class _Writer:
     def _repeat(self, form: Repeat, write: Callable[[Form], str]) -> str:
         least, most = form.least, form.most
         if not 0 <= least <= (least if most is None else most) <= MAX_REPEATS:
-            raise GrammarError(f"a part repeats from {least} to {most} times; at most {MAX_REPEATS}")
+            highest = "any number of" if most is None else most
+            raise GrammarError(f"a part repeats {least} to {highest} times; the limit is {MAX_REPEATS} times")
         if most == 0:
             return '""'
         if form.between is None or most == 1:

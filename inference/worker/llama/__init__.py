@@ -1,4 +1,4 @@
-"""The only package that calls llama.cpp: models, contexts, batches and samplers.
+"""Calls llama.cpp: models, contexts, batches and samplers.
 
 It uses the low-level functions of llama-cpp-python only, because its `Llama` class is one context behind one lock.
 """

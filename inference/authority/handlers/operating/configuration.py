@@ -105,7 +105,9 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
         if model is None:
             continue
         if held.eviction_state is EvictionState.FIXED:
-            draft.warning("%s is pinned or dedicated and must be unloaded: %s", model.id, "; ".join(found.reasons))
+            draft.warning(
+                "%s leaves its memory although it is pinned or dedicated: %s", model.id, "; ".join(found.reasons)
+            )
         action = Action.UNLOAD if is_host_short else keeping.action_of(draft.state, model)
         departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)
 
