@@ -1,7 +1,7 @@
 """Reads gateway.yaml, environment variables and the command line, and compares two configurations.
 
 Precedence: command line > GATEWAY_* variables > file > default. In the name of a variable `__` separates levels:
-GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
+GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as JSON, or as YAML in brackets.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def compiler_path(environ: Mapping[str, str], which: Callable[[str], str | None]
     advice = "xcode-select --install" if sys.platform == "darwin" else (
         "apt install build-essential (Debian, Ubuntu), dnf install gcc-c++ (Fedora), or apk add build-base (Alpine)"
     )  # fmt: skip
-    problem = f"CXX is {named!r}, which does not exist" if named else "no C++ compiler was found"
-    raise SetupError(f"{problem}; llama-cpp-python needs one to compile; run: {advice}")
+    if named:
+        raise SetupError(f"CXX names the C++ compiler {named!r}, which does not exist; correct or unset CXX")
+    raise SetupError(f"no C++ compiler was found, and llama-cpp-python is compiled; run: {advice}")
 
 
 def proof_failure(status: int, out: bytes, errors: bytes) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.access.rate_limits import UNKNOWN_SECONDS, expected_end
+from gateway.access.rate_limits import UNKNOWN_SECONDS, seconds_until_end
 from inference.protocol import Priority
 
 FAIR_TURN = 8
@@ -123,7 +123,7 @@ class AdmissionQueue:
 
     def _room_in_queue(self, now: float) -> float:
         """Seconds until the full queue has room: a running request ends, or a waiting one reaches its deadline."""
-        ends = [expected_end(since, self.mean_seconds, now) for since in self.running.values()]
+        ends = [seconds_until_end(since, self.mean_seconds, now) for since in self.running.values()]
         next_expiry = self.next_deadline
         return min(ends if next_expiry is None else [*ends, max(UNKNOWN_SECONDS, next_expiry - now)])
 

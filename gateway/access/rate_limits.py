@@ -171,7 +171,7 @@ def limit_statuses(account: Account, limits: Limits, now: float) -> tuple[LimitS
     )
 
 
-def expected_end(since: float, mean_seconds: float | None, now: float) -> float:
+def seconds_until_end(since: float, mean_seconds: float | None, now: float) -> float:
     """Expected seconds until the end of a request that started at `since`; at least UNKNOWN_SECONDS."""
     return max(UNKNOWN_SECONDS, since + (mean_seconds or 0.0) - now)
 
@@ -232,5 +232,5 @@ def _too_many(account: Account, limits: Limits, now: float) -> Refusal | None:
     bound = limits.concurrent
     if bound is None or len(account.running) < bound:
         return None
-    first = min(expected_end(one.since, account.mean_seconds, now) for one in account.running)
+    first = min(seconds_until_end(one.since, account.mean_seconds, now) for one in account.running)
     return Refusal(LimitKind.CONCURRENT, bound, first)

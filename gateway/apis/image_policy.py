@@ -127,7 +127,7 @@ def data_url(remote: Remote, content: bytes) -> str:
 def inlined(body: ChatRequest, urls: Mapping[Remote, str]) -> ChatRequest:
     """A copy of `body` with fetched images in place of their URLs.
 
-    Its origin is not changed: a provider that gets the origin may fetch the URLs itself.
+    `origin`, the client's Messages request, keeps its URLs: a provider that gets it may fetch them itself.
     """
     messages = list(body.messages)
     for remote, url in urls.items():

@@ -49,7 +49,8 @@ async def relay(
             telemetry.inter_token.observe(now - before)
         before = now
 
-    def pass_on(frames: list[Frame]) -> bool:
+    def write_now(frames: list[Frame]) -> bool:
+        """Writes frames that arrive while this task waits; after False `answer.next` returns them."""
         if wire is None or not wire.is_free or isinstance(frames[-1], Done):
             return False
         observe(frames[0])
@@ -68,7 +69,7 @@ async def relay(
         await send_head(send, exchange, [(b"content-type", writer.media_type), *_HEADERS])
         frames = answer.first_frames()
         before = time.perf_counter()
-        answer.pass_on(pass_on)
+        answer.pass_on(write_now)
         while not isinstance(frames[-1], Done):
             body = writer.write(frames)
             if wire is not None and wire.is_free:

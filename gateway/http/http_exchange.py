@@ -302,7 +302,7 @@ class DisconnectWatch:
             self._task.cancel()
 
     def absorb(self) -> bool:
-        """For `except CancelledError`: ends a cancellation by `interrupt`. False after any other cancellation."""
+        """For `except CancelledError`: takes back a cancellation that `interrupt` caused. False for any other one."""
         task = asyncio.current_task()
         return self.reason is not None and task is not None and task.uncancel() <= 0
 

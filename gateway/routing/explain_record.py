@@ -116,6 +116,7 @@ class Record:
     key: str = ""
     priority: str = ""
     retries: int = 0
+    """How often the client has sent the request before."""
     changed_parameters: dict[str, Any] = field(default_factory=dict)
     """The parameters that the route changed, with its values; None for a removed one."""
     chain: Sequence[Candidate] = ()

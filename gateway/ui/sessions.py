@@ -13,9 +13,9 @@ MAX_SESSIONS = 1000
 """If there are more, the session that was unused for longest ends."""
 
 FREE_FAILURES = 5
-"""Failed sign-ins of an address before its attempts are limited."""
+"""Failed sign-ins of an address until its attempts are limited."""
 PAUSE_SECONDS = 1.0
-"""Pause after each further failed sign-in."""
+"""Pause after the last of them, and after each further one."""
 FORGET_SECONDS = 900.0
 """The failures of an address are forgotten after this time without another one."""
 MAX_ADDRESSES = 1000

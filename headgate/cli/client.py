@@ -158,7 +158,7 @@ class Api:
             raise ApiError(
                 f"the {self.name} at {self.url} sent nothing for {seconds:g} s", status=504, retry_after=1.0
             ) from None
-        except (http.client.HTTPException, ConnectionError) as error:
+        except (http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
             raise ApiError(
                 f"the connection to the {self.name} at {self.url} broke: {error or type(error).__name__}"
             ) from error

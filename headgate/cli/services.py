@@ -58,7 +58,7 @@ def health(session: Session) -> int:
 
     url = session.args.url
     if not url.startswith(("http://", "https://")):
-        raise HeadgateError(f"{url!r} is not an http address; write for example http://127.0.0.1:8080")
+        raise HeadgateError(f"{url!r} is not an HTTP or HTTPS address; write for example http://127.0.0.1:8080")
     secure = [urllib.request.HTTPSHandler(context=inference_tls(session))] if url.startswith("https:") else []
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secure)  # no proxy
     try:

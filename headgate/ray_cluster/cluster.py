@@ -16,8 +16,8 @@ AUTO = "auto"
 CONNECT_SECONDS = 5.0
 """Longest wait for a TCP connection to the head."""
 HEAD_RESOURCE = "node:__internal_head__"
-"""A resource of the head only, which places the controller there: Ray needs half a minute to notice the loss of another
-node."""
+"""A resource that only the head has, so that the controller runs there: on another node, Ray would notice its loss only
+after half a minute."""
 ANSWER_SECONDS = 30.0
 """Longest wait for an actor that is starting or restarting."""
 

@@ -147,7 +147,9 @@ class StateFileWriter:
             if not self._fails:
                 reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
                 log.warning(
-                    "cannot save %s (%s); the service continues, but the next start may lack them", self._what, reason
+                    "cannot save %s (%s); the service continues, but the next start may have old data",
+                    self._what,
+                    reason,
                 )
             self._fails = True
             return False

@@ -57,7 +57,7 @@ class Pulls:
                 _kill(process)
 
     def stream(self, source: str) -> AsyncIterator[bytes]:
-        """The SSE frames of a download, which ends with its reader. Raises InferenceError if it cannot begin."""
+        """The SSE frames of a download; a disconnect ends it. Raises InferenceError if it cannot begin."""
         try:
             found = str(HubSource.parse(source))
         except ValueError as error:

@@ -24,14 +24,24 @@ _KEEPS = (ModelState.WARM, ModelState.UNLOADING, ModelState.RESTORING)
 class Draft:
     """The draft of one step. `observed`: the readings are current, so models may be placed now."""
 
-    __slots__ = ("checked_files", "effects", "kv_grows", "now", "observed", "retime", "settled", "state", "threads_of")
+    __slots__ = (
+        "changed_models",
+        "checked_files",
+        "effects",
+        "kv_grows",
+        "now",
+        "observed",
+        "retime",
+        "settled",
+        "state",
+    )
 
     def __init__(self, state: State, now: float, *, observed: bool = False) -> None:
         self.state = state
         self.now = now
         self.observed = observed
         self.effects: list[Effect] = []
-        self.threads_of: list[str] = []
+        self.changed_models: list[str] = []
         """models whose change may affect the threads of others"""
         self.settled: list[tuple[TicketRecord, InferenceError | None]] = []
         """internal tickets that were granted or have failed"""
@@ -113,7 +123,7 @@ class Draft:
         model = self.state.models[id]
         state = advance(model.state, event)
         self.set_model(id, state=state, kept=model.kept if state in _KEEPS else None)
-        self.threads_of.append(id)
+        self.changed_models.append(id)
         self.changed(SETTLE_SECONDS if quietly else 0.0)
         self.plan()
 

@@ -258,6 +258,7 @@ class Trimmed:
     """Workers dropped retained prefixes and trimmed their heaps. `bytes` is the remaining memory of each."""
 
     job: str | int
+    """the model that ran out of memory, or the number of the operator's command"""
     freed_bytes: int
     bytes: Mapping[str, int]
     retained: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -321,7 +322,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move a model to a device."""
+    """Move a model to a device. The load there waits at most `seconds`."""
 
     model: str
     device: str

@@ -51,7 +51,7 @@ def step(state: State, event: events.Event, now: float) -> tuple[State, tuple[Ef
     _settle(draft)
     if _changes_kv(state, draft) and kv_arenas.settle(draft, grows=draft.kv_grows):
         _settle(draft)
-    if draft.threads_of:
+    if draft.changed_models:
         thread_shares.changed(draft)
     if draft.retime:
         wake_at = min(draft.state.timers.values(), default=math.inf)
@@ -69,7 +69,7 @@ def _is_read(event: events.Event) -> bool:
 def _changes_kv(before: State, draft: Draft) -> bool:
     """Whether memory, settings or states of models changed, on which budgets for stored sequences depend."""
     is_same = draft.state.ledger is before.ledger and draft.state.config is before.config
-    return not is_same or bool(draft.threads_of) or draft.kv_grows
+    return not is_same or bool(draft.changed_models) or draft.kv_grows
 
 
 def _settle(draft: Draft) -> None:

@@ -69,7 +69,7 @@ class GgmlProbe(Probe):
         try:
             found = [item for item in await self._list() if item["type"] not in _HOST_TYPES]
         except HelperError as error:
-            log.warning("cannot list accelerators; continuing without: %s", error)
+            log.warning("cannot list accelerators (%s); continuing without them", error)
             return
         self._pci = {f"gpu-{number}": item["pci"] or "" for number, item in enumerate(found)}
         self._readings = tuple(_reading(id, item) for id, item in zip(self._pci, found, strict=True))

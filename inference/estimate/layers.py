@@ -27,7 +27,7 @@ SURE = 1.03
 
 class Sizes(NamedTuple):
     """Bytes of one repeating layer. `grows`: its cache grows with the context (not for sliding windows and recurrent
-    states). `expert_bytes`: the part of the weights that may be in host memory alone.
+    states). `expert_bytes`: the part of the weights that may be in host memory without the rest.
     """
 
     weights_bytes: int
@@ -66,8 +66,8 @@ class Layers:
 
     @cached_property
     def sums(self) -> tuple[int, ...]:
-        """Bytes of the first 0, 1, 2, ... places on accelerators, in order, without experts in host memory; of as many
-        equal shares with `by_tensor`.
+        """Bytes of the first 0, 1, 2, ... places on accelerators, in order, without experts in host memory. With
+        `by_tensor` each place counts as an equal share of the sum.
         """
         first = self.places - self.offloaded
         here = (whole - apart for whole, apart in zip(self._every[first:], self._apart[first:], strict=True))
@@ -93,7 +93,7 @@ class Layers:
     def need(self, counts: Mapping[str, int], overhead: Mapping[str, int]) -> dict[str, int]:
         """Bytes per device with `counts` places on each accelerator, in order, and the rest in host memory.
 
-        `overhead` is the need of each device beyond buffers; the sum of `counts` is `offloaded`, or 0.
+        `overhead` is the need of each device beyond this model's buffers; the sum of `counts` is `offloaded`, or 0.
         """
         need = {}
         at = 0

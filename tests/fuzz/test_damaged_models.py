@@ -113,7 +113,7 @@ def complaints(item: Damaged, answers: dict[str, Answer], file: Path) -> list[st
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
-async def test_damaged_models_fail_by_name_without_affecting_others(fuzzed: Fuzzed) -> None:
+async def test_damaged_models_fail_with_errors_that_name_them_and_affect_no_others(fuzzed: Fuzzed) -> None:
     turn = asyncio.Semaphore(3)
 
     async def one(item: Damaged) -> list[str]:

@@ -95,9 +95,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-@pytest.mark.parametrize(
-    ("devices_there", "words"), [([CPU], "real accelerators of this one: none"), ([REAL, CPU], "NVIDIA H100")]
-)
+@pytest.mark.parametrize(("devices_there", "words"), [([CPU], "this system has none"), ([REAL, CPU], "NVIDIA H100")])
 def test_service_without_simulated_devices_is_refused(serve: Any, capsys: Any, devices_there: Any, words: str) -> None:
     """The message lists the accelerators and shows how to start a simulated system."""
     serve(devices_there)

@@ -362,7 +362,7 @@ def test_prompt_as_long_as_the_context_is_refused_with_both_lengths(worker: Work
     assert response["error"]["headgate"] == {"context_length": 1024, "prompt_tokens": 1024, "max_tokens": None}
 
 
-def test_max_tokens_beyond_the_context_is_an_upper_limit(worker: WorkerRig) -> None:
+def test_max_tokens_beyond_the_rest_of_the_context_is_an_upper_limit(worker: WorkerRig) -> None:
     """The answer fills the context and has the finish reason `length`."""
     body = {"prompt": [1] * 1000, "max_tokens": 1024, "ignore_eos": True, "temperature": 0}
     response = answer(worker, body, TEXT)

@@ -142,6 +142,16 @@ def test_recommended_overhead_does_not_contain_host_memory(host_first: bool) -> 
     assert [change.value for change in alert.changes] == [f"{OVERHEAD_BYTES // MIB + 1843}MiB"]
 
 
+def test_recommended_overhead_counts_memory_once_that_is_released_and_taken_again() -> None:
+    world = card(tells_processes=True, memory_overhead=100 * MIB)
+    for mib in (1843, -1843, 1800):
+        grow(world, "big", mib)
+        world.live(60)
+        assert growth(world, "big") == (None if mib < 0 else (mib, Evidence.PROCESS))
+    (alert,) = (alert for alert in advisor.alerts(world.state, world.now) if alert.kind is Kind.OUTGROWN)
+    assert [change.value for change in alert.changes] == [f"{OVERHEAD_BYTES // MIB + 1843}MiB"]
+
+
 # --- which model a change belongs to ---------------------------------------------------------------------------------
 SLACK = slack_bytes(24 * GIB * MIB)
 

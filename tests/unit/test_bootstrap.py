@@ -85,7 +85,7 @@ def test_lock_is_split_at_the_engine() -> None:
 def test_message_of_a_missing_compiler_names_the_package() -> None:
     with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
         engine_build.compiler_path({}, which=lambda name: None)
-    with pytest.raises(SetupError, match="CXX is 'weird'"):
+    with pytest.raises(SetupError, match="compiler 'weird'"):
         engine_build.compiler_path({"CXX": "weird"}, which=lambda name: None)
     assert engine_build.compiler_path({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
 
@@ -363,7 +363,7 @@ def test_missing_compiler_is_reported_before_anything_is_built(clone: Path, caps
     setup = Setup(environment, EngineBuild(environment, PLAIN_CPU), PLAIN_CPU)
     assert bootstrap.main({}, root=clone, setup=lambda root, environ: setup) == 1
     assert environment.steps == []
-    assert "CXX is 'no-such-compiler'" in capsys.readouterr().err
+    assert "CXX names the C++ compiler 'no-such-compiler'" in capsys.readouterr().err
 
 
 # --- a build is used only where it computes -------------------------------------------------------------------------

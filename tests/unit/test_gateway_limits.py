@@ -128,10 +128,10 @@ def test_limit_status_has_the_remaining_amount_and_the_time_until_all_is_availab
     )
 
 
-def test_expected_end_has_a_minimum() -> None:
-    assert core.expected_end(0.0, None, 100.0) == core.UNKNOWN_SECONDS
-    assert core.expected_end(0.0, 30.0, 100.0) == core.UNKNOWN_SECONDS
-    assert core.expected_end(90.0, 30.0, 100.0) == 20.0
+def test_expected_seconds_until_the_end_of_a_request_have_a_minimum() -> None:
+    assert core.seconds_until_end(0.0, None, 100.0) == core.UNKNOWN_SECONDS
+    assert core.seconds_until_end(0.0, 30.0, 100.0) == core.UNKNOWN_SECONDS
+    assert core.seconds_until_end(90.0, 30.0, 100.0) == 20.0
 
 
 @pytest.mark.parametrize(

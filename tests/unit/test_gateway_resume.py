@@ -265,7 +265,7 @@ def test_finish_reasons_are_counted_without_kept_text() -> None:
     assert found.is_finished
 
 
-def test_restarted_answer_may_have_any_shape() -> None:
+def test_restart_changes_only_the_id_the_time_and_the_role_of_a_frame() -> None:
     """Calls, scores and choices are unchanged; the id is the first one, and no role is repeated."""
     before = SentAnswer("shape", 2)
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}

@@ -38,7 +38,7 @@ def test_failing_writes_are_logged_once_and_again_when_they_work(
     assert files.write(tmp_path / "new" / "file", [])
     assert (tmp_path / "new" / "file").read_bytes() == b"[]"
     assert [record.getMessage() for record in caplog.records] == [
-        f"cannot save estimates ({blocked}: File exists); the service continues, but the next start may lack them",
+        f"cannot save estimates ({blocked}: File exists); the service continues, but the next start may have old data",
         "saving estimates works again",
     ]
 

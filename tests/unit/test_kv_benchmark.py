@@ -23,8 +23,8 @@ def paths(place: str = "cpu") -> kv.Paths:
     )
 
 
-def test_bars_of_paths_are_medians_of_paired_rounds() -> None:
-    """A path that was not restored once has no time, so that its bar falls short."""
+def test_ratios_of_tiers_are_medians_of_paired_rounds() -> None:
+    """A tier from which one restore failed has no time, so that its bar falls short."""
     found = {bar.name: bar for bar in kv.bars([paths()], kv.Samples())}
     assert found["kv_ttft_ram_over_prefill_f16_135m_cpu"].value == pytest.approx(0.075)
     assert found["kv_ttft_ram_over_prefill_f16_135m_cpu"].reached
@@ -36,7 +36,7 @@ def test_bars_of_paths_are_medians_of_paired_rounds() -> None:
     assert not any("killed" in name for name in found)
 
 
-def test_simulated_devices_have_no_target_for_copies_in_memory() -> None:
+def test_simulated_devices_have_no_bar_for_the_rate_of_copies() -> None:
     assert not any("over_copy" in bar.name for bar in kv.bars([paths("sim")], kv.Samples()))
 
 

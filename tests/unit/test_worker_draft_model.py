@@ -172,7 +172,7 @@ def test_sequences_share_a_pool_of_cells() -> None:
     assert sum(map(len, bench.backend.held)) <= 30
 
 
-def test_error_leaves_steps_without_proposals_and_three_end_them() -> None:
+def test_after_an_error_a_step_has_no_proposals_and_after_three_no_step_has() -> None:
     bench = Bench()
     bench.proposed(TEXT[:10])
     bench.backend.fates = deque([Decode.COMPUTE_FAILED])

@@ -44,7 +44,7 @@ def test_nothing_is_proposed_without_an_earlier_occurrence() -> None:
     assert proposed([1, 1]) == [], "the last n-gram itself is no earlier occurrence"
 
 
-def test_continuation_that_reaches_the_end_repeats_itself() -> None:
+def test_proposal_that_reaches_the_last_token_repeats_itself() -> None:
     assert proposed([5, 8, 9, 8, 9], 5) == [8, 9, 8, 9, 8]
 
 
@@ -75,7 +75,7 @@ def test_earlier_text_is_followed_behind_replaced_tokens() -> None:
     assert lookup.propose(tokens, 3) == ()
 
 
-def test_another_occurrence_replaces_an_uncertain_one() -> None:
+def test_another_earlier_occurrence_is_used_after_a_wrong_token() -> None:
     tokens = array("i", [7, 8, 1, 2, 9, 9, 1, 2, 3, 4, 5, 0, 1, 2])
     lookup = NgramLookup()
     assert lookup.propose(tokens, 2) == [3, 4]

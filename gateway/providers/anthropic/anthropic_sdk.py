@@ -66,7 +66,7 @@ class AnthropicProvider:
         return CloudStream(lambda: self._send(call), reader, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
-        """Raises UpstreamError: Anthropic has no endpoint without a stream."""
+        """Raises UpstreamError: Anthropic has no embeddings and no reranking."""
         raise no_endpoint(call.endpoint)
 
     async def count_tokens(self, call: Call) -> int:

@@ -165,7 +165,7 @@ def _entry(found: Imported, where: str, target: str, params: Mapping[str, Any]) 
     if host and prefix != "azure" and host != own_host:
         prefix, cloud = host, Cloud(cloud.kind, base, "")  # the usual key must not be sent to another host
     elif base and base.startswith("${env:") and prefix in CLOUDS:
-        prefix, cloud = base[6:-1].lower(), Cloud(cloud.kind, base, "")
+        prefix, cloud = base[6:-1].lower(), Cloud(cloud.kind, base, "")  # an unknown host, named after the variable
     settings: dict[str, Any] = {"kind": cloud.kind, "api_key": _key(found, where, host or prefix, cloud, params)}
     if base or cloud.base_url:
         settings["base_url"] = base or cloud.base_url

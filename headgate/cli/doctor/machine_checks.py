@@ -234,7 +234,7 @@ def memory(settings: InferenceSettings, root: Path = Path("/")) -> Iterator[Find
     total, _ = host_memory(root)
     reading = CpuProbe(root).readings()[0]
     limit = min((group.limit_bytes for group in cgroups(root)), default=total)
-    share = int(reading.total_bytes * settings.cpu_memory_max_percent)
+    share = int(reading.total_bytes * settings.cpu_memory_max_percent)  # from 0 to 1
     usable = min(share, reading.free_bytes)
     text = (
         f"{format_bytes(total)}, {format_bytes(reading.free_bytes)} free; models on the CPU may take "

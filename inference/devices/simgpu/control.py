@@ -66,7 +66,7 @@ def _statuses(line: bytes) -> dict[str, dict[str, Any]]:
     try:
         answer = json.loads(line)
     except ValueError as error:
-        raise SimulatorError(f"the simulator did not answer ({error})") from None
+        raise SimulatorError(f"the answer of the simulator is not JSON ({error})") from None
     if "error" in answer:
         raise SimulatorError(answer["error"], by_device_state=answer.get("by_device_state", False))
     return {device["id"]: device for device in answer["devices"]}

@@ -55,7 +55,7 @@ class Embedder:
         *,
         scales: bool = True,
     ) -> None:
-        """`backend` pools; `scales`: scale vectors to length 1."""
+        """`backend`: a context with pooling. `scales`: vectors are scaled to length 1."""
         self.counters = EngineCounters(clock)
         self._scales = scales
         self._backend = backend

@@ -69,10 +69,10 @@ class _Run:
     """A job and its state.
 
     `deadline` is None once the request has a first token. `scored`: number of prompt tokens whose logits were read.
-    `passed`: an image of the prompt did not fit into the last step. `proposed`: tokens in the cells of the slot behind
-    `computed`, of which the next drawn one may be the first. `stops`: positions at which a step ends, so that
-    the slot gets a checkpoint there, ascending. `awaited`: a sequence on disk that the job waits for until
-    `fetch_until`; `sought`: it was looked for.
+    `passed`: an image of the prompt did not fit into the last step. `proposed`: tokens that are computed already behind
+    `computed`; their cells are kept as far as the next drawn tokens equal them. `stops`: positions at which a step
+    ends, so that the slot gets a checkpoint there, ascending. `awaited`: a sequence on disk that the job waits for
+    until `fetch_until`; `sought`: it was looked for.
     """
 
     job: Job
@@ -521,7 +521,8 @@ class Scheduler:
         oldest = next((left for left in lefts if left > 1), 0)
         need = lefts.count(1) + min(budget, oldest)
         while self.slots.used + need > self.limits.cells:
-            can_preempt = self.slots.cells[1] == 0 and len(self._running) > 1
+            _, retained = self.slots.cells
+            can_preempt = retained == 0 and len(self._running) > 1
             if not self.slots.shed() and not (can_preempt and self._preempt()):
                 return
 

@@ -20,7 +20,7 @@ QUIET_SECONDS = 1.0
 
 def changed(draft: Draft) -> None:
     """Models became ready, busy or idle, or are leaving."""
-    names, draft.threads_of = draft.threads_of, []
+    names, draft.changed_models = draft.changed_models, []
     found = [draft.state.models.get(name) for name in dict.fromkeys(names)]
     concerned = [
         model for model in found if model is not None and (model.worker is None or _on_cpu(draft.state, model))

@@ -67,7 +67,7 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
     more = growth_bytes(draft.state.ledger, worker.holding, CPU, seen)
     if not more:
         return
-    note_growth(draft, worker, CPU, more)
+    note_growth(draft, worker, CPU, worker.grown_bytes + more)
     try:
         ledger = draft.state.ledger.grow(worker.holding, CPU, more)
     except LedgerError as error:
@@ -84,23 +84,24 @@ def _check_growth(draft: Draft, worker: WorkerRecord, seen: int) -> None:
 
 
 def note_growth(draft: Draft, worker: WorkerRecord, device: str, grown_bytes: int) -> None:
-    """Stores the growth for an alert, unless it can be learned as overhead: on an accelerator, without a configured
-    `memory_overhead`.
+    """Stores all growth on `device` for an alert, unless it can be learned as overhead: on an accelerator, without a
+    configured `memory_overhead`.
 
     The host memory of a model on accelerators has no setting, so its overhead is None and the alert recommends none.
+    A model has one alert: for growth that has a setting, else for the largest growth.
     """
     overhead = worker.estimate.overhead_bytes.get(device, 0) if device in worker.placement.devices else None
     if device != CPU and worker.spec.memory_overhead is None and is_learnable((overhead or 0) + grown_bytes):
         return
+    noted = Growth(worker.holding, grown_bytes, overhead, draft.now)
     advice = draft.state.advice
     before = advice.outgrown.get(worker.model)
-    if before is not None and before.holding == worker.holding:
-        if (before.overhead_bytes is None) == (overhead is None):
-            grown_bytes += before.bytes
-        elif overhead is None:
-            return
-    noted = Growth(worker.holding, grown_bytes, overhead, draft.now)
-    draft.set(advice=replace(advice, outgrown={**advice.outgrown, worker.model: noted}))
+    if before is None or before.holding != worker.holding or _rank(noted) > _rank(before):
+        draft.set(advice=replace(advice, outgrown={**advice.outgrown, worker.model: noted}))
+
+
+def _rank(growth: Growth) -> tuple[bool, int]:
+    return growth.overhead_bytes is not None, growth.bytes + (growth.overhead_bytes or 0)
 
 
 def reclaim(draft: Draft, bytes: Mapping[str, int]) -> int:

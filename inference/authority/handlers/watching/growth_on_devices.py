@@ -142,7 +142,7 @@ def _book(draft: Draft, reading: Reading, change: Change, spare: int) -> int:
     draft.changed()
     if change.bytes < 0:
         return 0
-    worker_memory.note_growth(draft, worker, reading.id, change.bytes)
+    worker_memory.note_growth(draft, worker, reading.id, grown.bytes)
     worker_memory.learn_overhead(draft, worker)
     what = sentence(reading.id, grown)
     if not problem:
