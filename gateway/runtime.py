@@ -223,9 +223,9 @@ class Runtime:
         """
         async with self._reloading:
             config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
-            keys = self._keys(config)
             clouds = await registry.build(config, self._registry, self.config.providers)
             inference = await self.inference.prepare(config.inference)
+            keys = self._keys(config)  # after the last await, during which a key may be created or revoked
             changed = settings_loading.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
             changed_providers = _changed_providers(self.config, config)
@@ -319,7 +319,7 @@ async def _close(provider: Provider) -> None:
 
 
 def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """Clouds that were removed or have a new address or key: their breakers are reset."""
+    """Clouds that were removed or have other settings, such as the key: their breakers are reset."""
     return [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
 
 

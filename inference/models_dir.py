@@ -69,7 +69,8 @@ class HubSource:
         try:
             path = files[self.choose(list(files))]
         except ValueError as error:
-            raise ValueError(f"{self} is not in {folder}; download it: headgate pull {self}") from error
+            why = f" ({error})" if files else ""
+            raise ValueError(f"{self} is not in {folder}{why}; download it: headgate pull {self}") from error
         if missing := next((part for part in parts_of(path) if not part.is_file()), None):
             raise ValueError(f"{missing} is missing; continue the download: headgate pull {self}")
         projectors = [path for name, path in files.items() if is_projector(name)]
@@ -168,7 +169,7 @@ def _can_name_a_model(name: str) -> bool:
 def models_below(directory: Path) -> list[ModelFile]:
     """The models below `directory`: no projectors and no later parts of split files.
 
-    A projector that is alone in its folder is used for the models there and in direct subfolders without projectors.
+    The only projector of a folder is used for the models there and in direct subfolders without projectors.
     Projectors in `directory` itself are not used.
     """
     projectors: dict[Path, list[Path]] = {}

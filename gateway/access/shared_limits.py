@@ -47,7 +47,7 @@ def share_of(limits: Limits, gateways: int) -> Limits:
 
 
 class SharedLimits:
-    """The accounts in the store. Numbers of requests are unique in this gateway."""
+    """The accounts in the store. The `number` of a request identifies it in this gateway."""
 
     def __init__(self, state: SharedState) -> None:
         self.state = state

@@ -80,8 +80,10 @@ def _is_preflight(headers: Mapping[str, str]) -> bool:
     return "origin" in headers and "access-control-request-method" in headers
 
 
-async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str], send: Send) -> None:
+async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str], send: Send, *, is_page: bool) -> None:
     """Answers a preflight request, which has no key; raises RequestError when the page's origin is not allowed."""
+    if is_page:
+        raise RequestError(Code.PERMISSION_DENIED, f"no other web page may call {PAGE}", param="origin")
     if not cors.is_allowed(origins, headers["origin"]):
         raise RequestError(
             Code.PERMISSION_DENIED,
@@ -141,7 +143,7 @@ class Edge:
         try:
             app = self._application(scope, exchange)
             if scope["method"] == "OPTIONS" and _is_preflight(exchange.headers):
-                await _answer_preflight(origins, exchange.headers, send_on)
+                await _answer_preflight(origins, exchange.headers, send_on, is_page=is_page)
             else:
                 await app(scope, receive, send_on)
         except GatewayError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class Fleet:
         if self.is_single:
             return self.nodes[ONLY].provider.post_json
         waits = {
-            node: status.load_seconds or 0.0
+            node: math.inf if status.load_seconds is None else status.load_seconds
             for node in self.nodes.values()
             if node.view.reachable and (status := node.view.models.get(model)) is not None
         }

@@ -91,7 +91,7 @@ class Rebalancer:
         leases = self._leases()
         if self._lease is None or not await leases.renew(self._lease, LEASE_SECONDS):
             lease = await leases.acquire("rebalance", LEASE_SECONDS)
-            # a lease of this gateway only is not kept: it could be renewed after the store is back
+            # a lease acquired while the store is lost is not kept: it could be renewed after the store is back
             self._lease = lease if lease is not None and lease.is_exclusive else None
         return self._lease
 

@@ -1,7 +1,7 @@
 """Sends requests to clouds over aiohttp, which gives all bytes that have arrived as one piece.
 
-Providers send a chunk of HTTP per token. A client that gives each chunk its own piece, such as httpcore2, costs as much
-per piece as ten tokens that arrive together.
+Providers send a chunk of HTTP per token. A client that gives each chunk as a piece of its own, such as httpcore2, needs
+as much CPU time for one token as aiohttp for ten that arrive together.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class SdkClient(Protocol):
 class CloudSender:
     """Sends requests to the address that an SDK knows, with its headers, over `http`.
 
-    The SDK's own calls add options, retries and models, which are not used here, and take as much CPU time as the rest
-    of an answer without a stream.
+    The SDK's own calls add options, retries and pydantic models of the answers, which are not used here, and take as
+    much CPU time as all else for an answer without a stream.
     """
 
     def __init__(self, client: SdkClient, http: CloudHttp, secrets: Sequence[str]) -> None:

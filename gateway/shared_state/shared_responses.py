@@ -7,7 +7,6 @@ requests.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +19,6 @@ from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.responses.responses_store import Store, StoredResponse
 from gateway.shared_state.scripts import DELETE_RESPONSE, PUT_RESPONSE, RESPONSES
 from gateway.shared_state.shared_state import SharedState
-
-log = logging.getLogger("gateway.shared_state")
 
 SHARED_BYTES = 256 * 2**20
 """Size limit of the responses of all gateways."""

@@ -35,18 +35,21 @@ def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:
         return WITHHELD
     kept: list[str] = []
     end = 0
-    for at in range(0, len(text) - _STEP + 1, _STEP):
-        if at < end or text[at : at + _STEP] not in texts:
-            continue
-        first, last = at, at + _STEP
-        while first > end and text[first - 1 : last] in texts:
-            first -= 1
-        while last < len(text) and text[first : last + 1] in texts:
-            last += 1
-        if last - first >= QUOTE_CHARS:
+    for first in _quotes(text, texts):
+        if first > end or not kept:
             kept += [text[end:first], LEFT_OUT]
-            end = last
+        end = first + QUOTE_CHARS
     return "".join((*kept, text[end:]))
+
+
+def _quotes(text: str, texts: str) -> list[int]:
+    """Where substrings of QUOTE_CHARS in `text` begin that are also in `texts`, ascending."""
+    found: set[int] = set()
+    for at in range(0, len(text) - _STEP + 1, _STEP):
+        if text[at : at + _STEP] in texts:
+            starts = range(max(0, at - _STEP), min(at, len(text) - QUOTE_CHARS) + 1)
+            found.update(first for first in starts if text[first : first + QUOTE_CHARS] in texts)
+    return sorted(found)
 
 
 def _texts(body: Mapping[str, Any]) -> str | None:

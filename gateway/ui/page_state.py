@@ -15,7 +15,7 @@ RATE_SECONDS = 5.0
 MAX_FINISHED = 200
 """Finished requests that a page gets in its first snapshot, at most."""
 MAX_NEW = 100
-"""Of more requests that began and ended between two updates of the pages, only the last ones are sent."""
+"""Of the requests that began and ended between two updates of the pages, at most this many (the last) are sent."""
 
 
 _LOADING = (ModelState.LOADING, ModelState.RESTORING)

@@ -97,7 +97,7 @@ def _statuses(session: Session, *, running: bool) -> tuple[Answers, Models]:
 
 
 def _json(answers: Answers, models: Models) -> list[dict[str, Any]]:
-    """Each model with the name and the epoch of its node. A service without a name has the one that it reports."""
+    """Each model with the name and epoch of its node. A node without a configured name has the one it reports."""
     named = {
         node: {key: answer[key] for key in ("node", "epoch") if key in answer} | ({"node": node} if node else {})
         for node, answer in answers

@@ -1,4 +1,4 @@
-"""Writes the help of all verbs that `headgate --help` lists into docs/cli.md, between BEGIN and END."""
+"""Writes into docs/cli.md, between BEGIN and END, the help of all verbs that `headgate --help` lists."""
 
 from __future__ import annotations
 

@@ -118,7 +118,11 @@ class Controller:
         todo = changes(alive, {id: each.report.name for id, each in self._nodes.items()})
         for id in todo.forget:
             gone = self._nodes.pop(id)
-            log.info("node %s (%s) has left the cluster or is off; its service ends", gone.report.name, id)
+            log.info(
+                "node %s (%s) has left the cluster or has the label headgate=off; its service ends",
+                gone.report.name,
+                id,
+            )
             if gone.task is not None:
                 gone.task.cancel()
             if gone.actor is not None:

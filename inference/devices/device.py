@@ -123,7 +123,8 @@ def _joined(values: list[str]) -> str:
         return values[0]
     if len(set(values)) == len(values):
         return ",".join(values)
-    return ",".join(str(index) for index in range(len(values)))  # "0" of each device in ROCR_VISIBLE_DEVICES
+    # each has "0" in HIP_VISIBLE_DEVICES: its index among the devices of its own ROCR_VISIBLE_DEVICES
+    return ",".join(str(index) for index in range(len(values)))
 
 
 def grants_of(devices: Sequence[Reading]) -> tuple[DeviceGrant, ...]:

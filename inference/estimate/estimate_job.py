@@ -343,14 +343,14 @@ def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
     function.argtypes = [ctypes.c_void_p]
     tree = function(context)
     if tree.count > _MAX_NODES:
-        raise _NoBreakdownError(f"its memory breakdown has {tree.count} entries; the maximum is {_MAX_NODES}")
+        raise _NoBreakdownError(f"llama.cpp's memory breakdown has {tree.count} entries; the maximum is {_MAX_NODES}")
     from inference.worker.llama import ggml_library
 
     name_of = ggml_library.library().ggml_backend_buft_name
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
     nodes = list(_walk(tree.root, *((0, 1) if apple else (2, 3))))
     if len(nodes) != tree.count:
-        raise _NoBreakdownError(f"its memory breakdown has {len(nodes)} entries instead of {tree.count}")
+        raise _NoBreakdownError(f"llama.cpp's memory breakdown has {len(nodes)} entries instead of {tree.count}")
     for buffer_type, *counts in nodes:
         yield (name_of(buffer_type).decode(), *counts)
 

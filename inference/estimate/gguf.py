@@ -364,7 +364,7 @@ def _real_numbers(header: Header) -> str | None:
     for key in _REAL:
         value = header.get(key)
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-            return f"{key} is {value}, but must be 0 or more"
+            return f"{key} is {value}, but must be a finite number of at least 0"
     return None
 
 

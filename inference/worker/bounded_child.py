@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<I")
 
 
 class OverLimitsError(Exception):
-    """The child ended before it answered, as at one of its limits."""
+    """The child ended before it answered, for example at one of its limits."""
 
 
 class _IdleExitError(Exception):

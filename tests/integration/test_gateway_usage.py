@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gateway.inference_nodes import Prepared
+from gateway.settings import NodeSettings
 from gateway.usage.usage_file import NAME, UsageFile
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
@@ -152,6 +154,29 @@ async def test_created_key_is_accepted_and_a_revoked_one_refused_without_a_resta
         await until("the key is refused", lambda: answers(401))
         file.close()
         assert (await gateway.chat()).status_code == 200
+
+
+async def test_key_that_is_revoked_during_a_reload_is_refused_after_it(
+    tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with Gateway(tmp_path, fake.url) as gateway:
+        file = await asyncio.to_thread(UsageFile, tmp_path / "state")
+        file.put_key("team", {"name": "team", "hash": HASH}, time.time())
+        await until("the key is accepted", lambda: "key team: accepted" in caplog.text)
+        inference = gateway.runtime.inference
+        prepare = inference.prepare
+
+        async def slow(settings: NodeSettings) -> Prepared:
+            prepared = await prepare(settings)
+            file.revoke_key("team", time.time())
+            await until("the key is revoked", lambda: "key team: revoked" in caplog.text)
+            return prepared
+
+        monkeypatch.setattr(inference, "prepare", slow)
+        assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+        file.close()
+        assert (await gateway.chat(headers=AS_TEAM)).status_code == 401
 
 
 async def test_requests_are_answered_while_usage_cannot_be_stored(tmp_path: Path, fake: FakeInference) -> None:

@@ -350,7 +350,7 @@ def test_a_worker_without_its_memory_uses_its_own(rig: StoreRig, caplog: pytest.
         sequence = saved(rig, opened, 1)
         rig.context.remove(0)
         assert opened.store.load(0, sequence, [])
-    assert "stored sequences are lost when this worker ends" in caplog.text
+    assert "stored sequences in host memory are lost when this worker ends" in caplog.text
 
 
 def test_sequences_in_memory_get_files_from_the_next_worker(rig: StoreRig, keep: int, disk: dict[str, Any]) -> None:

@@ -58,6 +58,12 @@ async def test_preflight_of_another_page_names_the_setting(gateway: Gateway) -> 
     assert "cors: {origins" in answer.json()["error"]["message"]
 
 
+async def test_preflight_of_the_dashboard_is_refused_for_every_page(gateway: Gateway) -> None:
+    answer = await preflight(gateway, "/ui/session")
+    assert answer.status_code == 403
+    assert answer.json()["error"]["message"] == "no other web page may call /ui"
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_and_streams_can_be_read_by_the_page(gateway: Gateway, path: str, stream: bool) -> None:

@@ -189,6 +189,15 @@ def test_llama_swap_models_peers_and_keys() -> None:
     assert "secret" not in json.dumps(found.gateway)
 
 
+def test_llama_swap_command_has_escaped_spaces_continued_lines_and_nested_mounts() -> None:
+    commands = {
+        "plain": "llama-server \\\n  -m /models/My\\ Model.gguf \\",
+        "docker": "docker run -v /a:/models -v /b:/models/extra image llama-server -m /models/extra/q.gguf",
+    }
+    found = recognized(json.dumps({"models": {name: {"cmd": command} for name, command in commands.items()}}), {})
+    assert [found.models[name]["path"] for name in commands] == ["/models/My Model.gguf", "/b/q.gguf"]
+
+
 def test_llama_swap_models_with_one_name_keep_the_parameters_of_the_first() -> None:
     """Parameters of further models with a name are reported; a local model comes before one of a peer."""
     found = recognized(

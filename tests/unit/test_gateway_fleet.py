@@ -257,6 +257,18 @@ async def test_invalid_line_of_the_helper_is_logged(caplog: pytest.LogCaptureFix
         await asyncio.wait({task})
 
 
+def test_questions_about_a_model_go_to_a_loaded_node() -> None:
+    """A node that never loaded it reports no time."""
+    fleet = Fleet(make)
+    fleet.use(members(a="1", b="2", c="3"), is_final=True)
+    times = {"a": None, "b": 0.0, "c": 3.0}
+    for name, seconds in times.items():
+        node = cast(Any, fleet.nodes[name])
+        node.provider = SimpleNamespace(post_json=name)
+        node.lists(ModelStatus("m", ModelState.COLD, load_seconds=seconds))
+    assert fleet.ask_about("m") == "b"
+
+
 def test_metrics_of_a_removed_node_are_removed() -> None:
     telemetry = Telemetry()
     for node in ("a", "b", ""):

@@ -346,7 +346,7 @@ def test_interval_of_recovery_probes_is_a_tenth_of_the_outage() -> None:
     assert probe_schedule.due_at(again, OPEN) == 1030.5
 
 
-def test_good_probe_waits_for_request_and_false_recovery_delays_next_probe() -> None:
+def test_no_probe_is_due_after_a_good_one_and_false_recovery_delays_next_probe() -> None:
     watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
     assert probe_schedule.due_at(watch, OPEN) is None
     assert probe_schedule.due_at(watch, HALF) is None

@@ -35,3 +35,8 @@ def test_no_long_quote_is_kept(before: str, quote: str, after: str) -> None:
     pieces = [piece for part in kept.split(LEFT_OUT) for piece in (part[i:] for i in range(len(part)))]
     whole = quote if LEFT_OUT not in quote else ""
     assert not any(piece[:QUOTE_CHARS] in whole for piece in pieces if len(piece) >= QUOTE_CHARS)
+
+
+def test_quote_that_overlaps_another_string_of_the_request_is_removed() -> None:
+    body = {"messages": ["FGHIJKLMNOPQRSTU", "EFGHIJKLMNOP"]}
+    assert without_quotes("ABCDEFGHIJKLMNOPQRSTU", body) == f"ABCDE{LEFT_OUT}"

@@ -108,7 +108,7 @@ def test_oldest_case_is_dropped_over_the_limit() -> None:
     assert quarantine.suspicion("k5", 1.0) is _S.SUSPECT
 
 
-def test_case_can_be_cleared_manually() -> None:
+def test_suspicion_of_a_request_can_be_cleared_by_an_operator() -> None:
     assert _after(TOGETHER, ALONE).forget("a").suspicion("a", 1.0) is _S.NONE
     assert Quarantine().forget("a") == Quarantine()
 

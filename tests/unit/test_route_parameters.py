@@ -57,7 +57,8 @@ def test_template_variables_are_merged() -> None:
     found, changes = applied(given, **rules)
     assert found == {"chat_template_kwargs": {"a": 1, "b": 3, "c": 2}}
     assert changes == {"chat_template_kwargs": {"b": 3}}
-    assert applied({}, **rules)[0] == {"chat_template_kwargs": {"a": 2, "b": 3, "c": 2}}
+    for given_none in ({}, {"chat_template_kwargs": {}}):
+        assert applied(given_none, **rules)[0] == {"chat_template_kwargs": {"a": 2, "b": 3, "c": 2}}
     assert applied(given, defaults={"chat_template_kwargs": {"a": 2}}) == (given, {})
 
 

@@ -291,7 +291,7 @@ def broken() -> MarkParser:
     raise ValueError("no such parser")
 
 
-async def test_each_choice_has_its_own_parser(shaped: Bench) -> None:
+async def test_each_choice_of_an_answer_has_its_own_parser(shaped: Bench) -> None:
     ticket = shaped.ask(n=2, reading=reading())
     outputs: list[Output] = []
     while sum(output.finish is not None for output in outputs) < 2:

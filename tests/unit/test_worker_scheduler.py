@@ -225,7 +225,7 @@ def test_running_sequences_use_neighboring_slots() -> None:
     assert [(row.slot, row.start) for row in scheduler.plan(0.0, 90).rows] == [(0, 4)]
 
 
-def test_gap_is_filled_before_the_row_becomes_longer() -> None:
+def test_gap_between_running_sequences_is_filled_before_the_slot_after_them() -> None:
     """The prefix retained in the gap moves."""
     scheduler = after("01234")
     scheduler.submit([Job(number, (number,) * 3) for number in (5, 6, 7)])

@@ -43,7 +43,7 @@ def test_answers_with_reasoning_are_parsed_from_the_end_of_the_prompt() -> None:
     assert "".join(getattr(part, "text", "") for part in parts) == "a[f:1]", "no tools were given"
 
 
-def test_each_choice_has_its_own_parser() -> None:
+def test_each_choice_of_an_answer_has_its_own_parser() -> None:
     reading = shaping(always_has_parts=False).shape(chat("auto")).reading
     assert reading is not None
     assert reading.parser() is not reading.parser()

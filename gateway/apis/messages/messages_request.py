@@ -226,8 +226,8 @@ def _call(block: ToolUseBlock) -> ToolCall:
 def _user(turn: _Turn, calls: dict[str, str]) -> Iterator[Message]:
     """The results in the order of their calls, then the other content.
 
-    Images in results become parts of the user message: tool messages hold text only. Raises InvalidBodyError for a
-    result without a call.
+    Images and documents in results become parts of the user message: tool messages hold text only. Raises
+    InvalidBodyError for a result without a call, a second result of a call, and a call without a result.
     """
     results: dict[str, ToolResultBlock] = {}
     for path, block in turn.of(ToolResultBlock):

@@ -84,7 +84,7 @@ def with_route_parameters(
     for name, value in defaults.items():
         if not hasattr(body, name):
             continue
-        if name == TEMPLATE_VARIABLES and (own := current(name)):
+        if name == TEMPLATE_VARIABLES and (own := current(name)) is not None:
             if missing := {key: one for key, one in value.items() if key not in own}:
                 put(name, {**own, **missing})
                 changes[name] = missing

@@ -105,7 +105,7 @@ class AnthropicStream:
     def end(self) -> list[Frame]:
         """The last frames after the end of the bytes: usage if it was reported, and `Done`.
 
-        Raises UpstreamError: READ if the stream was cut before its stop reason, EMPTY if it had no content.
+        Raises UpstreamError if the stream had no stop reason: READ if it had content, EMPTY otherwise.
         """
         if not self.is_finished:
             if self._has_content:

@@ -83,8 +83,8 @@ class OpenAIStream:
     def end(self) -> list[Frame]:
         """The last frames after the end of the bytes or `[DONE]`: a usage chunk if it is missing, and `Done`.
 
-        Raises UpstreamError: READ if the stream was cut before its finish reason, EMPTY if it had no content. A choice
-        that did not begin counts as cut, unless the provider sent `[DONE]`.
+        Raises UpstreamError if a finish reason is missing: EMPTY if there was no content either, else READ. A choice
+        that did not begin lacks its finish reason, unless the provider sent `[DONE]`.
         """
         whole = bool(self._finished) and self._finished >= self._opened
         if not whole or not (self.is_complete or self.is_finished):

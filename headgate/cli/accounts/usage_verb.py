@@ -19,12 +19,12 @@ from headgate.shared.state_directory import StateDir
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options for the groups, the time and the format."""
     parser.add_argument(
-        "--by", metavar="GROUPS", default="model", help=f"separated by commas: {', '.join(GROUPS)} (model)"
+        "--by", metavar="GROUPS", default="model", help=f"separated by commas: {', '.join(GROUPS)} (default: model)"
     )
     parser.add_argument(
         "--since", metavar="TIME", default="30d", help="start: 7d (ago), 2026-11-01 (UTC) or Unix time (default: 30d)"
     )
-    parser.add_argument("--until", metavar="TIME", default="", help="end, exclusive (now)")
+    parser.add_argument("--until", metavar="TIME", default="", help="end, exclusive (default: now)")
     parser.add_argument("--csv", action="store_true", help="print comma-separated values")
 
 

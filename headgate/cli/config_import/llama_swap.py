@@ -56,7 +56,7 @@ def read(data: Mapping[str, Any]) -> Imported:
 def _model(found: Imported, name: str, settings: Mapping[str, Any], common: Mapping[str, Any], ttl: Any) -> None:
     macros = {**common, **as_mapping(settings.get("macros"))}
     lines = _filled(str(settings.get("cmd") or ""), macros, {"MODEL_ID": name, "PORT": "0"}).splitlines()
-    command = " ".join(line for line in lines if not line.strip().startswith("#")).replace("\\ ", " ")
+    command = " ".join(line.rstrip().removesuffix("\\") for line in lines if not line.strip().startswith("#"))
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -146,7 +146,7 @@ def _mounts(words: Sequence[str]) -> dict[str, str]:
 
 
 def _on_host(path: str, mounts: Mapping[str, str]) -> str:
-    for inside, outside in mounts.items():
+    for inside, outside in sorted(mounts.items(), key=lambda item: len(item[0]), reverse=True):
         if path == inside or path.startswith(f"{inside}/"):
             return outside + path[len(inside) :]
     return path

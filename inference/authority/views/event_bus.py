@@ -146,7 +146,7 @@ class Notifier:
             self._alarm.cancel()
 
     def changed(self, seconds: float = 0.0) -> None:
-        """Publishes changes within `seconds`."""
+        """Publishes the changes at most `seconds` from now."""
         due = self._clock.now() + seconds
         if self._alarm is not None:
             if self._due_at <= due:

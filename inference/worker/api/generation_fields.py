@@ -44,7 +44,7 @@ _FUNCTION = '{} must be {{"type": "function", "function": {{"name": ...}}}}'
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 def sampling_of(given: ChatBody | CompletionRequest, facts: Facts) -> Sampling:
-    """The sampling of a request. Defaults are the model file's recommendations, then those of the declarations."""
+    """The sampling of a request. Defaults: the model file's recommendations, else those of SAMPLING_PARAMETERS."""
     values: dict[str, Any] = {}
     for row in SAMPLING_PARAMETERS:
         value = getattr(given, row.name)
@@ -247,7 +247,10 @@ def _structured(given: StructuredOutputs) -> Form | None:
     """vLLM's object with one entry."""
     entries = {name: value for name in _STRUCTURED if (value := getattr(given, name)) is not None}
     if len(entries) != 1 or given.extra:
-        raise BadRequestError(f"structured_outputs must contain one of {', '.join(_STRUCTURED)}", "structured_outputs")
+        raise BadRequestError(
+            f"structured_outputs must contain exactly one of {', '.join(_STRUCTURED)}, and nothing else",
+            "structured_outputs",
+        )
     ((name, value),) = entries.items()
     return _STRUCTURED[name](value, f"structured_outputs.{name}")
 

@@ -44,8 +44,8 @@ models cannot fill their context with blanks."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model chooses all tokens, in its own tokenization."""
 _ONE_SPELLING = 'nrbtf\\"'
-"""Escapes in strings of objects with named and other keys: with `\\u`, another key could be read as a named one.
-Control characters without one of these escapes are excluded from values too."""
+"""The only escapes in a schema with objects that have named and other keys: with `\\u`, another key could be read as a
+named one. So values, too, cannot contain control characters that have none of these escapes."""
 _ANYTHING = "/(?s:.*)/"
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:\n]*:(?!:))")
 _LARK_PIECE = re.compile(
@@ -358,6 +358,6 @@ def _plain(escape: re.Match[str]) -> str:
         return escape[0]
     char = chr(int(digits, 16))
     if 0xD800 <= ord(char) <= 0xDFFF:
-        raise GrammarError(f"the grammar names {escape[0]}, which is half of a surrogate pair; write both")
+        raise GrammarError(f"the grammar names {escape[0]}, half of a surrogate pair; write the character itself")
     is_plain = ord(char) >= 0x80 or (char.isprintable() and char not in '\\"[]^-/')
     return char if is_plain else f"\\x{ord(char):02x}"

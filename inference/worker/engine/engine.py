@@ -245,7 +245,7 @@ class Engine:
             try:
                 command()
             except BaseException as error:
-                self._fail_request(ticket, _reason(error, "the engine could not accept the request"))
+                self._fail_request(ticket, _reason(error, "the engine could not carry out a command of the request"))
 
     def _fail_request(self, ticket: Ticket[Output], reason: WorkerError) -> None:
         self._refuse(ticket, reason)
@@ -269,7 +269,7 @@ class Engine:
 
     def _step(self) -> bool:
         decoding, prompts = self._scheduler.load
-        just_begun = prompts > 0 and self._scheduler.just_begun
+        just_begun = prompts > 0 and self._scheduler.just_begun  # no answer has more than its first token
         allowed = self._pace.seconds(decoding, prompts, just_begun=just_begun)
         transfers = self._transfers.number_in(LONGEST_SECONDS) if just_begun else 1
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed), transfers, self._verification.propose)
@@ -287,7 +287,7 @@ class Engine:
         if status is not OK:
             self.counters.end()
             if status is not Decode.BAD_BATCH:
-                self._scheduler.slots.arrived()  # llama.cpp copies before it computes
+                self._scheduler.slots.arrived()  # the copies were made: llama.cpp copies before it computes
             if status is Decode.NO_ROOM:
                 for job in self._scheduler.no_room():
                     self._end(
@@ -469,7 +469,7 @@ class Engine:
             )
 
     def _message_starts(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The positions of control tokens that do not end a message."""
+        """The positions of control tokens with which templates begin messages."""
         return np.flatnonzero(np.isin(np.asarray(prompt, np.int32), self._vocabulary.message_tokens)).tolist()
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
@@ -558,10 +558,10 @@ class Engine:
         if is_due:
             self._progress_reported_at = now
             self._end_unread(now)
-            for job, phase, done, total in self._scheduler.progress():
+            for job, phase, place_or_done, total in self._scheduler.progress():
                 waits = phase is Phase.WAITING
                 self._running[job].ticket.progress = (
-                    Progress("queued", done) if waits else Progress("prefill", done, total)
+                    Progress("queued", place_or_done) if waits else Progress("prefill", place_or_done, total)
                 )
 
 

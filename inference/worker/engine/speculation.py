@@ -5,8 +5,9 @@ drawn at its place saves a step; the others have cost time for nothing. A propos
 
     probability that it and all before it are accepted  >  time of a proposed token / time of a token without proposals
 
-The probability is measured per answer and per model, also where nothing is verified. The times are measured per number
-of sequences in a step: with more of them the batch is used better without proposals, and the ratio is higher.
+The probability is measured per answer and per model; if proposals cost no time, also where nothing is verified. The
+times are measured per number of sequences in a step: with more of them the batch is used better without proposals, and
+the ratio is higher.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MAX_PROPOSED = 16
 """Maximum number of proposed tokens of a sequence in a step."""
 
 MARGIN = 1.3
-"""The ratio of times is multiplied by this: later proposals compete with the rate that earlier ones have reached, and
-measurements vary."""
+"""The ratio of times is multiplied by this: a later proposal must gain more tokens per second than the earlier ones
+have reached already, and measurements vary."""
 
 FIRST_RATIO = 0.25
 """Assumed ratio of times per sequence before a measurement; 0.2 to 0.3 on two cores."""
@@ -37,7 +38,8 @@ PRIOR_TOKENS = 2.0
 """Weight of the rate of the model in the estimate for an answer, in tokens."""
 
 ANSWER_MEMORY, MODEL_MEMORY = 0.9, 0.98
-"""Weight of the earlier proposals of an answer, and of a model, after each further one."""
+"""Each step that had proposals for an answer multiplies the weight of the earlier ones, of the answer and of the model,
+by this."""
 
 MEASURED_STEPS, MIN_STEPS = 7, 3
 """Times are medians of this number of steps, because other programs delay single steps. Nothing is verified before the
@@ -47,13 +49,15 @@ PLAIN_INTERVAL = 64
 """After this number of steps two are computed without proposals, to measure their time again."""
 
 TRIAL_STEPS = 16
-"""After this number of steps without proposals for each sequence, one likely token per sequence is verified although it
-is not worth its time, so that the times are measured again. With eight sequences that costs 0.6 % of the time."""
+"""After this number of steps without proposals, times the number of sequences in a step, one likely token per sequence
+is verified although it is not worth its time, so that the times are measured again. With eight sequences that costs
+0.6 % of the time."""
 
 COSTLY_TRIAL_STEPS, COSTLY_TRIAL_TOKENS = 64, 4
 """The same for a source that takes time. Several tokens are verified, also unlikely ones: their rate is not known
-otherwise, and a single token costs the most time. The first trials come at once if a proposal is worth its assumed time
-(up to three sequences); the others are delayed by half as many steps as the source has tokens to compute first."""
+otherwise, and the time per token is longest for a single one. The first trials come at once if a proposal is worth its
+assumed time (up to three sequences); the others are delayed by half as many steps as the source has tokens to compute
+first."""
 
 
 class ProposalSource(Protocol):

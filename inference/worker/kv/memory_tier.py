@@ -139,10 +139,10 @@ class MemoryTier:
         in_transit_bytes = sum([stored.region.size for stored in self._in_transit if stored.region is not None])
         return self._counts.ram_bytes + self._reserved_bytes - in_transit_bytes
 
-    def allocate(self, stored: Stored, *, may_pass: bool) -> Region | None:
-        """A region for a new sequence; None without room. `may_pass`: see `_make_room`."""
+    def allocate(self, stored: Stored, *, may_pass_through: bool) -> Region | None:
+        """A region for a new sequence; None without room. `may_pass_through`: see `_make_room`."""
         size = rounded(stored.sizes.all_bytes)
-        if not self._make_room(size, stored, may_pass=may_pass):
+        if not self._make_room(size, stored, may_pass_through=may_pass_through):
             return None
         try:
             return self.arena.allocate(size, self.limit_bytes)
@@ -157,10 +157,10 @@ class MemoryTier:
         if stored.region is None:
             self._in_transit.discard(stored)
 
-    def reserve(self, stored: Stored, *, may_pass: bool) -> bool:
+    def reserve(self, stored: Stored, *, may_pass_through: bool) -> bool:
         """Makes room for a sequence that is read from disk. Returns whether there is any."""
         size = rounded(stored.sizes.all_bytes)
-        if not self._make_room(size, stored, may_pass=may_pass):
+        if not self._make_room(size, stored, may_pass_through=may_pass_through):
             return False
         if stored not in self._in_transit:
             self._reserved_bytes += size
@@ -235,18 +235,18 @@ class MemoryTier:
         max_spare = min(2 * size, self.limit_bytes - self.used_bytes)
         self._jobs.add(lambda: self.arena.prepare(size, max_spare))
 
-    def _make_room(self, size: int, stored: Stored, *, may_pass: bool) -> bool:
+    def _make_room(self, size: int, stored: Stored, *, may_pass_through: bool) -> bool:
         """Evicts others so that `size` bytes fit. Returns whether they fit, or may exceed the limit for a while.
 
         A sequence that does not fit, because it is larger than the limit or others are being written, can pass through
-        host memory to or from the disk if it `may_pass`. It is not kept in host memory.
+        host memory to or from the disk if it `may_pass_through`. It is not kept in host memory.
         """
         if size <= self.limit_bytes:
             self.shrink(self.limit_bytes - size)
             if self.used_bytes + size <= self.limit_bytes:
                 return True
         passing = sum([item.sizes.all_bytes for item in self._in_transit])
-        if not may_pass or (self._in_transit and passing + size > TRANSIT_BYTES):
+        if not may_pass_through or (self._in_transit and passing + size > TRANSIT_BYTES):
             return False
         self._in_transit.add(stored)
         return True

@@ -40,8 +40,10 @@ FOUND_AT_A_TIME = 16
 LOCK_SECONDS = 0.05
 """Interval of the attempts to take an arena that another worker of the model still uses."""
 FIND_SECONDS = 0.05
-"""The load of a model waits at most this long until its files are found, the last used ones first. The first request
-can then continue their sequences."""
+"""The load of a model waits at most this long until its stored sequences are found on disk, last used ones first.
+
+The first request can then continue them.
+"""
 FETCH_SECONDS = 10.0
 """A read that takes longer (and longer than 0.25 s per MiB) is not waited for."""
 ABANDON_SECONDS = 1.0
@@ -128,8 +130,8 @@ class TieredStore:
         state_bytes, partial_at = self._states.measure(slot)
         head, sizes = encode_head(sequence, self._key, state_bytes, [item.state.nbytes for item in kept], partial_at)
         stored = Stored(sequence, sizes, partial_at)
-        may_pass = self._disk is not None and not self._disk.is_paused and self._disk.fits(sizes.all_bytes)
-        if (region := self._memory.allocate(stored, may_pass=may_pass)) is None:
+        may_pass_through = self._disk is not None and not self._disk.is_paused and self._disk.fits(sizes.all_bytes)
+        if (region := self._memory.allocate(stored, may_pass_through=may_pass_through)) is None:
             return False
         if not self._states.read(slot, region.array(sizes.state_at, state_bytes)):
             log.warning("sequence of %d tokens not saved: llama.cpp did not return its state", len(tokens))
@@ -191,7 +193,7 @@ class TieredStore:
         sequence.fetching = False
         if stored is None or stored.region is not None or stored.file is None:
             return
-        if any(map(self._is_overdue, self._fetches)) or not self._memory.reserve(stored, may_pass=True):
+        if any(map(self._is_overdue, self._fetches)) or not self._memory.reserve(stored, may_pass_through=True):
             return
         sequence.fetching = True
         self._fetches[stored] = time.monotonic()
@@ -247,7 +249,8 @@ class TieredStore:
             is_free = self._memory.arena.open()
         except OSError as error:
             log.warning(
-                "stored sequences are lost when this worker ends: cannot open their memory (%s)", error.strerror
+                "stored sequences in host memory are lost when this worker ends: cannot open the arena (%s)",
+                error.strerror,
             )
             self._memory.arena = Arena()
             is_free = self._memory.arena.open()

@@ -84,7 +84,7 @@ def apply(draft: Draft, event: SettingsChanged) -> None:
     for model in list(draft.state.models.values()):
         if model.state is ModelState.WARM and keeping.obstacle(draft.state, model):
             departure.leave(draft, model.id, Reason.CHANGED)
-    _keep_lowered_limits(draft, before)
+    _apply_lowered_limits(draft, before)
     draft.kv_grows = True
     draft.set(to_measure=tuple(draft.state.models))
     draft.changed()
@@ -95,10 +95,10 @@ def _limits(draft: Draft) -> Limits:
     return Limits(draft.state.ledger, device_view.policy(draft.state.settings, draft.now))
 
 
-def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
+def _apply_lowered_limits(draft: Draft, before: Limits) -> None:
     """Applies lowered limits: idle models leave at once, busy ones after their requests."""
     now = _limits(draft)
-    found = surplus(before, now, _staying(draft.state, held_models(draft.state, now.policy.now)))
+    found = surplus(before, now, _with_draining_as_idle(draft.state, held_models(draft.state, now.policy.now)))
     is_host_short = now.ledger.excess(HOST) > 0
     for held in found.evicted:
         model = draft.state.models.get(held.model)
@@ -112,8 +112,8 @@ def _keep_lowered_limits(draft: Draft, before: Limits) -> None:
         departure.leave(draft, model.id, Reason.LOWERED, action, found.reasons)
 
 
-def _staying(state: State, models: Sequence[Held]) -> list[Held]:
-    """`models`, where a model that leaves for a reason that is not final counts as idle: it might stay."""
+def _with_draining_as_idle(state: State, models: Sequence[Held]) -> list[Held]:
+    """All of `models`; one that drains for a reason that is not final counts as idle, because it may stay."""
     drained = {
         worker.holding
         for model in state.models.values()

@@ -59,7 +59,7 @@ def action_of(state: State, model: ModelRecord) -> Action:
 
 
 def rest_of(state: State, worker: WorkerRecord) -> Mapping[str, int]:
-    """The bytes of a process without its context."""
+    """The host memory of a worker in standby: its weights and overhead, without its llama.cpp context."""
     held = state.ledger.holdings[worker.holding].bytes.get(HOST, 0)
     weights = sum(item.bytes for item in worker.ready.buffers if item.kind == "weights") if worker.ready else 0
     overhead = worker.estimate.overhead_bytes.get(HOST, 0)
@@ -122,7 +122,10 @@ def why_not_restorable(state: State, model: ModelRecord, now: float) -> str | No
 
 
 def request_to_restore(state: State, model: ModelRecord, request: Request) -> Request:
-    """The planner's request for a warm model; one with a process needs only the remaining bytes."""
+    """The planner's request for a warm model.
+
+    A suspended model, or one in standby, needs only the bytes that it gave up; a resident one needs those of a load.
+    """
     worker = state.worker_of(model)
     assert worker is not None
     assert model.kept is not None

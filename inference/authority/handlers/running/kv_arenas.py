@@ -25,7 +25,7 @@ from inference.worker_link import KvBudget, KvTiers
 
 _S = ModelState
 _FILLS = (_S.LOADING, _S.READY, _S.BUSY, _S.DRAINING, _S.OFFLOADING, _S.RESTORING, _S.UNLOADING)
-"""A worker that is stopped stores its sequences before it ends."""
+"""States in which a worker may add sequences. One that is stopped stores its sequences before it ends."""
 
 
 def is_enabled(state: State) -> bool:
@@ -147,7 +147,7 @@ def _give_up(draft: Draft, arena: ArenaUse, cache: Holding, total: int) -> bool:
         return True
     if worker is not None and worker.kv_bytes and model.state is _S.WARM:
         draft.set_worker(worker.id, kv_bytes=0)
-        draft.emit(Instruct(worker.id, KvBudget(0)))  # a process in standby may use the arena still
+        draft.emit(Instruct(worker.id, KvBudget(0)))  # the process of a warm model may use the arena still
     limit = f"those of all models may take {format_bytes(total)} of host memory"
     why = limit if is_enabled(draft.state) else "INFERENCE_KV_ENABLED is false"
     _drop(draft, cache, why)

@@ -22,7 +22,7 @@ _BEGINNINGS = ("<|end_header_id|>", "<|header_end|>")
 class Llama3Parser(CallReader):
     """Optional reasoning, then bare JSON or text.
 
-    Bare JSON is a call only at the beginning of an answer (unless the prompt has begun it) and only with the name of a
+    Bare JSON is a call only at the beginning of an answer that the prompt has not begun, and only with the name of a
     given tool. After <|python_tag|> an object with any name is a call; code after it is content, including the tag.
     """
 
@@ -60,8 +60,9 @@ class Llama3(CallingDialect):
         return one_at_a_time(messages)
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """If no call is required, an object may be text; with a strict tool, an object at the beginning or after the
-        tag is a call.
+        """If no call is required, an object may be text, unless a tool is strict.
+
+        With a strict tool an object at the beginning or after the tag is a call.
         """
         chosen = wanted(tools, choice)
         if choice.mode != "auto" or not any(tool.strict for tool in chosen):
