@@ -69,8 +69,7 @@ class HubSource:
         try:
             path = files[self.choose(list(files))]
         except ValueError as error:
-            why = f" ({error})" if files else ""
-            raise ValueError(f"{self} is not in {folder}{why}; download it: headgate pull {self}") from error
+            raise ValueError(f"{self} is not in {folder}; download it: headgate pull {self}") from error
         if missing := next((part for part in parts_of(path) if not part.is_file()), None):
             raise ValueError(f"{missing} is missing; continue the download: headgate pull {self}")
         projectors = [path for name, path in files.items() if is_projector(name)]
