@@ -324,9 +324,11 @@ class UsageSettings(_Model):
     def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in value:
             try:
-                re.compile(pattern)
+                found = re.compile(pattern).search("")
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            if found is not None:
+                raise ValueError(f"{pattern!r} matches an empty text, so everywhere; write what it must contain")
         return value
 
 

@@ -47,10 +47,8 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
     try:
         config = GatewayConfig.model_validate(data)
     except ValidationError as error:
-        found = zip(error.errors(include_url=False), problems_of(error, GatewayConfig, path, lines), strict=True)
-        raise ConfigError(
-            [*problems, *(_placed(problem, tuple(item["loc"]), sources) for item, problem in found)]
-        ) from (error)
+        found = problems_of(error, GatewayConfig, path, lines)
+        raise ConfigError([*problems, *(_placed(problem, at, sources) for at, problem in found.items())]) from error
     problems += [
         Problem(as_written(message, _at(data, at)), key=".".join(map(str, at)), file=path, line=_line(lines, at))
         for at, message in _semantic_problems(config)

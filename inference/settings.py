@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -61,6 +61,10 @@ Replicas = Annotated[ReplicaRange, BeforeValidator(parse_replicas, json_schema_i
 """A pydantic field type: a range, written as `2` or `1..3`."""
 
 
+Capability = Literal["chat", "completions", "embeddings", "rerank", "tools", "vision"]
+"""What a model can do."""
+
+
 class ModelEntry(BaseModel):
     """One model in models.yaml. None stands for the default from INFERENCE_*, where there is one."""
 
@@ -95,7 +99,7 @@ class ModelEntry(BaseModel):
     fit: FitPolicy | None = None
     min_context: int | None = Field(None, ge=16, le=MAX_CONTEXT)
     memory_overhead: Bytes | None = None
-    capabilities: tuple[str, ...] | None = None
+    capabilities: Annotated[tuple[Capability, ...], Field(min_length=1)] | None = None
     replicas: Replicas = (1, 1)
 
     @field_validator("speculation", mode="before")

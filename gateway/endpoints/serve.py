@@ -385,7 +385,7 @@ def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | No
     retries = _count(headers.get(RETRY_COUNT_HEADER))
     return RequestContext(
         exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
-        _kv_hint(headers), gap_seconds, meter,
+        _kv_hint(headers), gap_seconds, meter, key.budget.is_any or (meter is not None and meter.counts_tokens),
     )  # fmt: skip
 
 

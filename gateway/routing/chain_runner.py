@@ -167,8 +167,7 @@ class ChainRunner:
     @property
     def _may_delay_text(self) -> bool:
         """Whether the worker may hold text back to send larger pieces: not where each piece is counted as a token."""
-        meter = self._state.context.meter
-        return meter is None or not meter.counts_tokens
+        return not self._state.context.counts_pieces
 
     # --- the loop over the chain -------------------------------------------------------------------------------------
     async def _first(self, work: Callable[[Attempt], Awaitable[T]]) -> T:

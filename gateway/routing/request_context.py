@@ -48,6 +48,7 @@ class RequestContext(NamedTuple):
 
     `silence_seconds` is how long the client waits for the answer to begin, `gap_seconds` for its next byte. `retries`
     is how often the client has sent the same request before. `meter` counts the tokens of a key with limits.
+    `counts_pieces`: the key has a limit or a budget, for which each piece of an interrupted answer counts as a token.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class RequestContext(NamedTuple):
     kv: str | None = None
     gap_seconds: float | None = None
     meter: Meter | None = None
+    counts_pieces: bool = False
 
 
 class RoutePolicy(NamedTuple):

@@ -18,16 +18,24 @@ MAX_STREAM_BYTES = 16 * MAX_BYTES
 """Bytes of the chunks of a stream that are put together: the text of an answer is a small part of its chunks."""
 REDACTED = "[redacted]"
 MAX_SECRET_BYTES = 8192
-_SEPARATORS = (b" ", b'"', b"\\")
-"""Characters of JSON that are not part of a secret; a backslash begins an escaped line end."""
 
+# These patterns read JSON, where a line end is written as `\n` and is not a word boundary. Each takes linear time.
+_ESCAPED = r"(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4})"
+_START = rf"(?:(?<![A-Za-z0-9])|{_ESCAPED})"
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=-]+)*;base64,([A-Za-z0-9+/_-]+)=*")
 _SECRETS = re.compile(
-    r"\b(?:sk|pk|rk|hg|gsk|xai|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|xox[abeoprs])[-_][A-Za-z0-9_-]{16,}"
-    r"|\bAKIA[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{30,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    rf"{_START}(?:(?:sk|pk|rk|hg|gsk|xai|hf|ghp|gho|ghu|ghs|ghr|github_pat|glpat|xox[abeoprs])[-_][A-Za-z0-9_-]{{16,}}"
+    r"|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,})"
+    rf"|(?:(?<![A-Za-z0-9_-])|{_ESCAPED})eyJ[A-Za-z0-9_-]{{10,}}\.[A-Za-z0-9_-]{{10,}}\.[A-Za-z0-9_-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
 )
-_BEARER = re.compile(r"\b([Bb]earer\s+)[A-Za-z0-9._~+/-]{16,}=*")
+_TOKEN = re.compile(
+    rf"({_START}(?i:bearer)\s+(?=[A-Za-z0-9._~+/-]{{16}})|(?i:authorization)[\\\": ]{{1,8}}(?i:basic)\s+)"
+    r"[A-Za-z0-9._~+/-]{8,}=*"
+)
+_PASSWORD = re.compile(r"(://[^\s/:@\"\\]{1,128}:)[^\s/@\"\\]{1,256}@")
+_END = re.compile(rb"[^A-Za-z0-9_.~+/-](?=[A-Za-z0-9_.~+/-]*$)")
+"""The last byte that is not part of a secret."""
 
 
 class Captured(NamedTuple):
@@ -42,21 +50,23 @@ class Captured(NamedTuple):
 
 
 def redacted(text: str, patterns: Sequence[re.Pattern[str]] = ()) -> str:
-    """`text` without API keys, tokens, private keys, the content of data: URLs, and what `patterns` find."""
+    """`text` without keys, tokens, passwords in URLs, the content of data: URLs, and what `patterns` find."""
     text = _DATA.sub(lambda found: f"data:{found[1] or ''};base64,[{len(found[2]) * 3 // 4} bytes]", text)
-    text = _BEARER.sub(rf"\1{REDACTED}", _SECRETS.sub(REDACTED, text))
+    text = _TOKEN.sub(rf"\1{REDACTED}", _SECRETS.sub(REDACTED, text))
+    text = _PASSWORD.sub(rf"\1{REDACTED}@", text)
     for pattern in patterns:
         text = pattern.sub(REDACTED, text)
     return text
 
 
 def kept_text(body: bytes) -> str:
-    """The beginning of `body` as text. It is cut between two words: `redacted` does not recognize half a secret."""
-    end = MAX_BYTES
-    if len(body) > MAX_BYTES:
-        last = max(body.rfind(separator, MAX_BYTES - MAX_SECRET_BYTES, MAX_BYTES) for separator in _SEPARATORS)
-        end = MAX_BYTES if last < 0 else last
-    return body[:end].decode("utf-8", "replace")
+    """The beginning of `body` as text. It is not cut within a secret, half of which `redacted` does not recognize."""
+    if len(body) <= MAX_BYTES:
+        return body.decode("utf-8", "replace")
+    kept = body[: MAX_BYTES - MAX_SECRET_BYTES]
+    tail = body[len(kept) : MAX_BYTES]
+    last = _END.search(tail)
+    return (kept + tail[: last.end()] if last else kept).decode("utf-8", "replace")
 
 
 class CapturingWriter:

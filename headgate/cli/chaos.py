@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,15 +103,24 @@ def run(session: Session) -> int:
     check_simulated(addresses.inference(session).get("/devices")["devices"])
     done, undo = {"device": _device, "model": _worker, "service": _service}[fault.on](session, fault)
     seconds = session.args.seconds
+    if seconds is None or undo is None:
+        _report(session, fault, done)
+        return Exit.OK
+    before = signal.signal(signal.SIGTERM, _end)
+    began = time.monotonic()
     try:
         _report(session, fault, done)
-        if seconds is not None:
-            time.sleep(seconds)
+        time.sleep(seconds)
     finally:
-        if seconds is not None and undo is not None:
-            undo()
-            session.terminal.say(f"undone after {format_duration(seconds)}")
+        signal.signal(signal.SIGTERM, before)
+        undo()
+        session.terminal.say(f"undone after {format_duration(round(time.monotonic() - began))}")
     return Exit.OK
+
+
+def _end(number: int, _frame: object) -> None:
+    """Ends the command by SIGTERM as by Ctrl-C, so that the fault is undone."""
+    sys.exit(128 + number)
 
 
 def check_options(fault: Fault, args: argparse.Namespace) -> None:
@@ -199,21 +210,32 @@ def _amount(fault: Fault, given: str | None, device: Mapping[str, Any]) -> dict[
 
     Raises UsageError for an invalid `given`.
     """
+    match fault.do:
+        case "refuse" | "refuse_after":
+            return {"count": 1 if given is None else _number(given, int, "a number of allocations, for example 2")}
+        case "slow" | "late":
+            default = SLOW_SECONDS if fault.do == "slow" else LATE_SECONDS
+            return {"seconds": default if given is None else _number(given, float, "seconds, for example 0.5")}
+        case "shrink":
+            return {"bytes": device.get("total_bytes", 0) // 2 if given is None else _bytes(given)}
+        case "foreign":
+            more = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
+            return {"bytes": more if given is None else _bytes(given)}
+    return {}
+
+
+def _number(given: str, kind: Callable[[str], float], example: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := kind(given)) < math.inf:
+            return number
+    raise UsageError(f"--amount {given}: write {example}")
+
+
+def _bytes(given: str) -> int:
     try:
-        match fault.do:
-            case "refuse" | "refuse_after":
-                return {"count": 1 if given is None else int(given)}
-            case "slow" | "late":
-                default = SLOW_SECONDS if fault.do == "slow" else LATE_SECONDS
-                return {"seconds": default if given is None else float(given)}
-            case "shrink":
-                return {"bytes": device.get("total_bytes", 0) // 2 if given is None else parse_bytes(given)}
-            case "foreign":
-                more = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
-                return {"bytes": more if given is None else parse_bytes(given)}
+        return parse_bytes(given)
     except ValueError as error:
         raise UsageError(f"--amount {given}: {error}") from None
-    return {}
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

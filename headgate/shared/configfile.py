@@ -12,7 +12,7 @@ import re
 import stat
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -179,7 +179,28 @@ def read_yaml(
     lines: dict[Path_, int] = {}
     if node is not None:
         _collect_lines(node, (), lines)
+    if malformed := list(_malformed_variables(data, ())):
+        raise ConfigError([
+            Problem(
+                f"{text!r} is not a variable; write ${{env:NAME}}", key=".".join(map(str, at)), file=path,
+                line=lines.get(at),
+            )
+            for at, text in malformed
+        ])  # fmt: skip
     return _fill_env(data, environ), lines
+
+
+def _malformed_variables(value: Any, at: Path_) -> Iterator[tuple[Path_, str]]:
+    """Where a text in `value` has a `${env:` that does not begin a variable, and the beginning of that."""
+    if isinstance(value, str):
+        if (start := _ENV.sub("", value).find("${env:")) >= 0:
+            yield at, _ENV.sub("", value)[start : start + 20]
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _malformed_variables(inner, (*at, str(name)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _malformed_variables(inner, (*at, index))
 
 
 def _read(path: Path) -> str:
@@ -239,14 +260,23 @@ def validated(data: Mapping[str, Any], lines: Mapping[Path_, int], path: Path, m
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(problems_of(error, model, path, lines)) from error
+        raise ConfigError(list(problems_of(error, model, path, lines).values())) from error
 
 
 def problems_of(
     error: ValidationError, model: type[BaseModel], path: Path | None, lines: Mapping[Path_, int]
-) -> list[Problem]:
-    """Each pydantic error as a Problem with dotted key, nearest known line, and a suggestion for unknown keys."""
-    return [_problem(item, model, path, lines) for item in error.errors(include_url=False)]
+) -> dict[Path_, Problem]:
+    """Each pydantic error as a Problem with dotted key, nearest known line, and a suggestion for unknown keys.
+
+    The problems are in order, by pydantic's location of the error.
+    """
+    found = [item for item in error.errors(include_url=False) if not _lacks_invalid_items_only(item)]
+    return {tuple(item["loc"]): _problem(item, model, path, lines) for item in found}
+
+
+def _lacks_invalid_items_only(item: Any) -> bool:
+    """Whether a list is too short for pydantic only without its invalid items, which have errors of their own."""
+    return bool(item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"])
 
 
 def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mapping[Path_, int]) -> Problem:
@@ -260,6 +290,9 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
         message = "this key is required"
     elif item["type"] in _WRONG_KIND:
         message = _WRONG_KIND[item["type"]]
+    elif item["type"] == "too_short":
+        count = item["ctx"]["min_length"]
+        message = f"the list must have at least {count} item{'s' if count > 1 else ''}"
     else:
         value = item.get("input")
         message = as_written(str(item["msg"]).removeprefix("Value error, "), value)

@@ -149,6 +149,15 @@ def test_seconds_option_undoes_only_its_own_fault(rig: SimDevices, capsys: Any, 
     assert "undone" in capsys.readouterr().err
 
 
+def test_fault_is_undone_by_sigterm(rig: SimDevices, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(chaos.time, "sleep", lambda _seconds: os.kill(os.getpid(), signal.SIGTERM))
+    before = _faults(rig, "gpu-0")
+    with pytest.raises(SystemExit) as ended:
+        main(["chaos", "device-slow", "--seconds", "60"])
+    assert (ended.value.code, _faults(rig, "gpu-0")) == (128 + signal.SIGTERM, before)
+    assert "undone after 0s" in capsys.readouterr().err
+
+
 def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
     fields = ("lost", "stalled", "slow_seconds", "refusing", "total_bytes", "foreign_bytes", "late_bytes")
     status = rig.status(device)
@@ -160,6 +169,8 @@ def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
     [
         (["device-cut", "--device", "gpu-7"], "unknown simulated device 'gpu-7'; simulated devices: gpu-0, gpu-1"),
         (["device-shrink", "--amount", "much"], "--amount much"),
+        (["device-slow", "--amount", "1MiB"], "--amount 1MiB: write seconds, for example 0.5"),
+        (["oom-load", "--amount", "1.5"], "--amount 1.5: write a number of allocations, for example 2"),
         (["device-cut", "--amount", "3"], "does not accept --amount"),
         (["device-return", "--seconds", "1"], "does not accept --seconds; undo: "),
         (["worker-kill"], "no model is loaded"),

@@ -35,13 +35,18 @@ async def test_whole_answers_use_a_longer_stream_interval(tmp_path: Path, fake: 
 
 
 @pytest.mark.parametrize(
-    ("limits", "interval"), [("tokens_per_minute: 100000", None), ("requests_per_minute: 9", "16")]
+    ("setting", "interval"),
+    [
+        ("limits: {tokens_per_minute: 100000}", None),
+        ("budget: {tokens_per_month: 100000}", None),
+        ("limits: {requests_per_minute: 9}", "16"),
+    ],
 )
 async def test_answers_of_keys_with_a_token_limit_are_sent_token_by_token(
-    tmp_path: Path, fake: FakeInference, limits: str, interval: str | None
+    tmp_path: Path, fake: FakeInference, setting: str, interval: str | None
 ) -> None:
     """A cut answer is charged by its pieces, and each piece counts as a token."""
-    config = f"{CONFIG}\nkeys:\n  - {{name: team, hash: 'sha256:{HASH}', limits: {{{limits}}}}}\n"
+    config = f"{CONFIG}\nkeys:\n  - {{name: team, hash: 'sha256:{HASH}', {setting}}}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
         for stream in (True, False):
             answer = await gateway.chat(stream=stream, headers={"authorization": f"Bearer {TEAM}"})

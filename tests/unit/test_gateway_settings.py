@@ -97,9 +97,13 @@ def test_entry_of_nodes_names_its_source(tmp_path: Path, entry: str, source: tup
         ("state: http://redis", "state", "not the address of a Redis or Valkey server"),
         ("state: redis://redis/main", "state", "invalid port or database number"),
         ("state: redis://redis:99999/0", "state", "Port out of range"),
+        ("routes: {a: {chain: []}}", "routes.a.chain", "the list must have at least 1 item"),
+        (f"keys: [{{name: a, hash: 'sha256:{'0' * 64}', scopes: [root]}}]", "keys.0.scopes.0", "'use' or 'admin'"),
+        ("usage: {redact: ['x*']}", "usage.redact", "matches an empty text"),
+        ("providers: {o: {kind: openai, api_key: '${env:FOO'}}", "providers.o.api_key", "write ${env:NAME}"),
     ],
 )
-def test_invalid_nodes_and_shared_state_are_refused(tmp_path: Path, text: str, key: str, message: str) -> None:
+def test_single_problem_is_reported_at_its_key(tmp_path: Path, text: str, key: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _load(tmp_path, text)
     (problem,) = caught.value.problems

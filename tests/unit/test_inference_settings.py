@@ -158,6 +158,8 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  a: {path: tiny.gguf, kv_type: q9}", ["f16"]),
         ("models:\n  a: {path: tiny.gguf, fit: contxt}", ["(it is 'contxt'); did you mean 'context'?"]),
         ("models:\n  a: {path: tiny.gguf, split_mode: ROWS}", ["did you mean 'row'?"]),
+        ("models:\n  a: {path: tiny.gguf, capabilities: [chat, tool]}", ["did you mean 'tools'?"]),
+        ("models:\n  a: {path: tiny.gguf, capabilities: []}", ["the list must have at least 1 item"]),
         ("models:\n  a: {path: tiny.gguf, speculation: ngrams}", ["did you mean 'ngram'?"]),
         ("models:\n  a: {path: tiny.gguf, experts: hosts}", ["did you mean 'host'?"]),
         ("models:\n  a: {path: tiny.gguf, oom_policy: [cleanp, cpu]}", ["did you mean 'cleanup'?"]),
