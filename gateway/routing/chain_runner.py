@@ -19,6 +19,7 @@ from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Ver
 from gateway.breaker.permits import Refused
 from gateway.errors import GatewayError, PassedOnError
 from gateway.nodes.node_selection import NodeSelection
+from gateway.providers.local.candidate_facts import SHORT_REST_SECONDS
 from gateway.providers.provider import AnswersWhole, Provider
 from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Deadline, unary_deadline
@@ -36,7 +37,7 @@ from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext, RequestState
 from gateway.routing.resume_runner import Answer, assemble
 from gateway.routing.stream_reader import ExpiredError
-from inference.protocol import H_DEVICE
+from inference.protocol import H_DEVICE, Code
 
 T = TypeVar("T")
 
@@ -297,9 +298,14 @@ class ChainRunner:
         if isinstance(outcome, PassedOnError):
             self._record.reason = outcome_name(verdict, observation)
             raise outcome from error
+        is_first, retry_in = not self._outcomes.has_failed(candidate), outcome.retry_in
         self._outcomes.fail(outcome)
+        # the inference service names a short time if another device has room for the model
+        is_movable = outcome.name == Code.DEVICE_LOST and retry_in is not None and retry_in <= SHORT_REST_SECONDS
         if self._filter.nodes is not None and candidate.is_local:
             self._try_elsewhere(self._filter.nodes, candidate, verdict, outcome.name)
+        elif is_movable and is_first:
+            self._waiting.append(candidate)  # once more, after the others
 
     def _try_elsewhere(self, nodes: NodeSelection, candidate: Candidate, verdict: Verdict, why: str) -> None:
         """Lets the next turn be that of the same candidate on another node, if one may answer the request.

@@ -203,6 +203,21 @@ async def test_unknown_model_in_a_configured_chain_is_not_a_client_error(gateway
 
 
 # --- no answer --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("retry_after", "attempts"), [(1, 3), (20, 2), (None, 2)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_model_that_lost_its_device_is_tried_again_last_if_it_is_back_soon(
+    gateway: Gateway, fake: FakeInference, stream: bool, retry_after: float | None, attempts: int
+) -> None:
+    """Both models were on the device. The inference service loads the first one on another device."""
+    lost = Answer(refuse=Code.DEVICE_LOST, retry_after=retry_after)
+    fake.queue = {"demo": [lost], "demo-mini": [lost]}
+    answer = await gateway.chat(stream=stream)
+    assert answer.headers["x-headgate-attempts"] == str(attempts)
+    assert answer.status_code == (200 if attempts == 3 else 503)
+    if attempts == 3:
+        assert (answer.headers["x-headgate-model"], answer.headers["x-headgate-tier"]) == ("local/demo", "local")
+
+
 async def test_503_names_every_candidate_and_the_retry_after(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED, message="needs 5 MiB, has 3")
     fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST, retry_after=20)
