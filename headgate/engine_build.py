@@ -69,7 +69,7 @@ def compiler_path(environ: Mapping[str, str], which: Callable[[str], str | None]
     )  # fmt: skip
     if named:
         raise SetupError(f"CXX names the C++ compiler {named!r}, which does not exist; correct or unset CXX")
-    raise SetupError(f"no C++ compiler was found, and llama-cpp-python is compiled; run: {advice}")
+    raise SetupError(f"no C++ compiler was found, and llama-cpp-python has to be compiled; run: {advice}")
 
 
 def proof_failure(status: int, out: bytes, errors: bytes) -> str | None:

@@ -167,8 +167,8 @@ class Phase(NamedTuple):
 def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     """The earliest deadline that applies in `phase`; silence wins a tie, because the provider had its full time.
 
-    A candidate that used its share of the client's time is a spill, not a failure. After the first
-    token `total` no longer applies; the limit of a client that waits for a whole answer still does.
+    A candidate that used its share of the client's time is a spill, not a failure. After the first token `total` no
+    longer applies; the limit of a client that waits for a whole answer still does.
     """
     limits = budget.limits
     if phase.answered:

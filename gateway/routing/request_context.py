@@ -48,7 +48,7 @@ class RequestContext(NamedTuple):
 
     `silence_seconds` is how long the client waits for the answer to begin, `gap_seconds` for its next byte. `retries`
     is how often the client has sent the same request before. `meter` counts the tokens of a key with limits.
-    `counts_pieces`: the key has a limit or a budget, for which each piece of an interrupted answer counts as a token.
+    `counts_pieces`: each piece of an interrupted answer counts as a token, for the key's limit of tokens or its budget.
     """
 
     request_id: str

@@ -82,8 +82,7 @@ class TrafficCounters:
     def note(self, end: Finished, now: float) -> None:
         """Counts a request that has ended."""
         self._minute(now).note(end)
-        if (totals := self.keys.get(end.key)) is None:
-            totals = self.keys[end.key] = KeyTotals()
+        totals = self.keys.setdefault(end.key, KeyTotals())
         totals.requests += 1
         totals.tokens += end.tokens
         if end.model and end.ttft_seconds is not None:

@@ -18,6 +18,7 @@ MAX_STREAM_BYTES = 16 * MAX_BYTES
 """Bytes of the chunks of a stream that are put together: the text of an answer is a small part of its chunks."""
 REDACTED = "[redacted]"
 MAX_SECRET_BYTES = 8192
+"""The longest secret of which no part is kept where a body is cut."""
 
 # These patterns read JSON, where a line end is written as `\n` and is not a word boundary. Each takes linear time.
 _ESCAPED = r"(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4})"

@@ -193,8 +193,9 @@ def read_yaml(
 def _malformed_variables(value: Any, at: Path_) -> Iterator[tuple[Path_, str]]:
     """Where a text in `value` has a `${env:` that does not begin a variable, and the beginning of that."""
     if isinstance(value, str):
-        if (start := _ENV.sub("", value).find("${env:")) >= 0:
-            yield at, _ENV.sub("", value)[start : start + 20]
+        rest = _ENV.sub("", value)
+        if (start := rest.find("${env:")) >= 0:
+            yield at, rest[start : start + 20]
     elif isinstance(value, dict):
         for name, inner in value.items():
             yield from _malformed_variables(inner, (*at, str(name)))

@@ -38,7 +38,8 @@ class Target:
     config_dir: Path
     environ: Mapping[str, str]
     pid: int | None
-    """The process that reloads the configuration on SIGHUP; None if none runs, or one with another directory."""
+    """The process that reloads the configuration on SIGHUP. None if none runs, or if `headgate up` uses another
+    directory."""
 
     @classmethod
     def of(cls, session: Session) -> Target:
