@@ -372,9 +372,9 @@ async def assemble(answer: Answer) -> dict[str, Any]:
 
 
 def _read(frames: list[Frame], assembly: Assembly) -> None:
-    chunks = [frame for frame in frames if isinstance(frame, Data)]
-    assembly.stream_bytes += sum([len(frame.payload) for frame in chunks])
-    if assembly.stream_bytes > MAX_STREAM_BYTES:
-        raise ValueError(f"it is longer than {MAX_STREAM_BYTES >> 20} MiB")
-    for frame in chunks:
-        assembly.add(frame.chunk or frame.parsed())
+    for frame in frames:
+        if isinstance(frame, Data):
+            assembly.stream_bytes += len(frame.payload)
+            if assembly.stream_bytes > MAX_STREAM_BYTES:
+                raise ValueError(f"it is longer than {MAX_STREAM_BYTES >> 20} MiB")
+            assembly.add(frame.chunk or frame.parsed())
