@@ -114,18 +114,23 @@ class GgmlProbe(Probe):
     # --- identity --------------------------------------------------------------------------------------------------
     def _identified(self, cards: Mapping[str, Card], backends: Sequence[str]) -> Iterator[Reading]:
         """The readings with the environments that pin their devices, by UUID for NVIDIA and AMD."""
+        amd_uuids = self._amd_uuids(backends)
         indices: Counter[str] = Counter()
-        for reading, backend in zip(self._readings, backends, strict=True):
-            card, chip = cards.get(self._address(reading)), self._chip(reading)
-            environment = self._pin(backend, indices[backend], card.uuid if card else None, chip)
+        for reading, backend, amd_uuid in zip(self._readings, backends, amd_uuids, strict=True):
+            card = cards.get(self._address(reading))
+            environment = self._pin(backend, indices[backend], card.uuid if card else amd_uuid)
             indices[backend] += 1
             pinned = replace(reading, environment=environment)
-            if card is not None:
-                yield _with_card(pinned, card)
-            else:
-                yield pinned if chip is None else replace(pinned, uuid=chip.uuid)
+            yield replace(pinned, uuid=amd_uuid) if card is None else _with_card(pinned, card)
 
-    def _pin(self, backend: str, index: int, uuid: str | None, chip: AmdFigures | None) -> dict[str, str]:
+    def _amd_uuids(self, backends: Sequence[str]) -> list[str | None]:
+        """The UUID of each device; None for all if one has none, because a list of UUIDs would hide that one."""
+        chips = [self._chip(reading) for reading in self._readings]
+        uuids = [None if chip is None else chip.uuid for chip in chips]
+        has_all = all(uuid is not None for uuid, backend in zip(uuids, backends, strict=True) if backend in _AMD)
+        return uuids if has_all else [None] * len(uuids)
+
+    def _pin(self, backend: str, index: int, uuid: str | None) -> dict[str, str]:
         """The environment that makes only the `index`-th device of the backend visible.
 
         UUIDs of ROCm go into ROCR_VISIBLE_DEVICES, which is applied before HIP_VISIBLE_DEVICES. The latter takes only
@@ -135,9 +140,9 @@ class GgmlProbe(Probe):
         if variable is None:
             return {}
         if backend not in _AMD:
-            return {variable: narrowed(self._environ.get(variable), index, uuid)}
-        if chip is not None and chip.uuid is not None:
-            return {"ROCR_VISIBLE_DEVICES": chip.uuid, variable: "0"}
+            return {variable: narrowed(self._environ.get(variable), index, uuid if backend == "CUDA" else None)}
+        if uuid is not None:
+            return {"ROCR_VISIBLE_DEVICES": uuid, variable: "0"}
         outer = self._environ.get(variable) or self._environ.get("CUDA_VISIBLE_DEVICES")
         return {variable: narrowed(outer, index, None)}
 

@@ -14,7 +14,7 @@ import pytest
 from inference.authority.handlers.queries import device_view
 from inference.authority.handlers.queries.device_view import candidates
 from inference.devices import device_probe, ggml_job
-from inference.devices.device import Reading, narrowed, outer_set
+from inference.devices.device import Reading, environment_of, narrowed, outer_set
 from inference.devices.ggml_devices import GgmlProbe, Listing
 from inference.devices.host import CpuProbe, cgroups, host_memory
 from inference.devices.nvml_reader import canonical_pci
@@ -181,9 +181,9 @@ def amd_files(root: Path, pci: str, *, used: int, unique_id: str = "0\n") -> Non
 
 
 async def test_amd_devices_are_read_from_sysfs(root: Path) -> None:
-    """Figures are read at each refresh; a device with a unique id is selected by it."""
+    """Figures are read at each refresh; devices with unique ids are selected by them."""
     amd_files(root, "0000:01:00.0", used=GIB, unique_id="9b8c7d6e5f4a\n")
-    amd_files(root, "0000:02:00.0", used=0)
+    amd_files(root, "0000:02:00.0", used=0, unique_id="1\n")
     probe = GgmlProbe({}, root=root, listing=lister(listed("ROCm", 2)))
     await probe.start()
     await probe.refresh()
@@ -191,11 +191,21 @@ async def test_amd_devices_are_read_from_sysfs(root: Path) -> None:
     assert (first.total_bytes, first.used_bytes, first.free_bytes) == (16 * GIB, GIB, 15 * GIB)
     assert first.uuid == "GPU-00009b8c7d6e5f4a"
     assert first.environment == {"ROCR_VISIBLE_DEVICES": "GPU-00009b8c7d6e5f4a", "HIP_VISIBLE_DEVICES": "0"}
-    assert (second.uuid, second.environment) == (None, {"HIP_VISIBLE_DEVICES": "1"})
+    assert second.environment == {"ROCR_VISIBLE_DEVICES": "GPU-0000000000000001", "HIP_VISIBLE_DEVICES": "0"}
     assert second.ggml_name == "ROCm0"
     amd_files(root, "0000:02:00.0", used=3 * GIB)
     await probe.refresh()
     assert probe.readings()[1].free_bytes == 13 * GIB
+
+
+async def test_amd_devices_are_selected_by_index_if_one_has_no_uuid(root: Path) -> None:
+    """A list of UUIDs would hide the device without one from a model on both."""
+    amd_files(root, "0000:01:00.0", used=0, unique_id="9b8c7d6e5f4a\n")
+    amd_files(root, "0000:02:00.0", used=0)
+    probe = GgmlProbe({}, root=root, listing=lister(listed("ROCm", 2)))
+    await probe.start()
+    assert [reading.uuid for reading in probe.readings()] == [None, None]
+    assert environment_of(probe.readings()) == {"HIP_VISIBLE_DEVICES": "0,1"}
 
 
 @pytest.mark.parametrize(
