@@ -270,6 +270,8 @@ class Heartbeat:
     accepted_tokens: int = 0
     """Proposed tokens that became tokens of the answer."""
     kv: KvCounts = field(default_factory=KvCounts)
+    largest_step: int = 0
+    """Tokens of the largest step that has ended."""
 
 
 @dataclass(frozen=True, slots=True)

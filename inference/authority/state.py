@@ -255,7 +255,7 @@ class WorkerRecord:
     overhead_read: int | None = None
     """the read from which its overhead is learned"""
     has_full_batch: bool = False
-    """it has computed the tokens of a full batch, after which its pools have their size"""
+    """it has computed a full batch, after which its pools have their size"""
     counted: Mapping[str, int] = field(default_factory=dict)
     """tokens that were added to the metrics, by kind"""
     kv_counts: KvCounts = field(default_factory=KvCounts)

@@ -51,6 +51,7 @@ class EngineCounters:
     step_started: float | None = None
     step_tokens: int = 0
     steps: int = 0
+    largest_step: int = 0
     active: int = 0
     queued: int = 0
     prompt_tokens: int = 0
@@ -78,6 +79,7 @@ class EngineCounters:
         """Records the end of the step; returns its duration in seconds."""
         seconds, self.step_started = self.elapsed, None
         self.steps += 1
+        self.largest_step = max(self.largest_step, self.step_tokens)
         return seconds
 
     @property
@@ -103,4 +105,5 @@ class EngineCounters:
             prefill_tokens_per_second=self.prefill.tokens_per_second,
             decode_tokens_per_second=self.decode.tokens_per_second,
             kv=self.kv,
+            largest_step=self.largest_step,
         )

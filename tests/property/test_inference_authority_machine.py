@@ -287,7 +287,7 @@ class Authority(RuleBasedStateMachine):
     @precondition(lambda self: self.world.alive)
     @rule(number=numbers, prompt=numbers, generated=numbers)
     def beat(self, number: int, prompt: int, generated: int) -> None:
-        self.world.beat(sorted(self.world.alive)[number % len(self.world.alive)], prompt, generated)
+        self.world.beat(sorted(self.world.alive)[number % len(self.world.alive)], prompt, generated, prompt)
 
     @precondition(lambda self: self.world.alive)
     @rule(number=numbers, count=st.sampled_from([1, 50, 200, 1000]))

@@ -527,9 +527,11 @@ class World:
         self.dropped.discard(model)
         del self.arenas[model]
 
-    def beat(self, worker: str, prompt: int, generated: int) -> None:
+    def beat(self, worker: str, prompt: int, generated: int, largest_step: int = 0) -> None:
         """A worker reports what it does."""
-        beat = Heartbeat(None, 0, 1, 0, prompt, generated, prefill_tokens_per_second=100.0)
+        beat = Heartbeat(
+            None, 0, 1, 0, prompt, generated, prefill_tokens_per_second=100.0, largest_step=largest_step
+        )  # fmt: skip
         self.send(events.Progressed(worker, 0.5, beat))
 
     def settle(self, seconds: int) -> None:
@@ -672,11 +674,12 @@ class World:
                 self._exits(worker, ExitCause.HANG if effect.hang else ExitCause.KILLED)
             case effects.LoseWorker(worker):
                 self._exits(worker, ExitCause.DEVICE_LOST)
+            case effects.Instruct(worker, _) if worker not in self.alive:
+                pass  # it has ended, and the authority does not know it yet
             case effects.Instruct(worker, Limit(sequences)):
                 self.alive[worker].limit = sequences
             case effects.Instruct(worker, KvBudget(count)):
-                if (process := self.alive.get(worker)) is None:
-                    return  # it has ended, and the authority does not know it yet
+                process = self.alive[worker]
                 process.kv_bytes = count
                 self.arenas[process.model] = min(self.arenas[process.model], count)
             case effects.DropKv(model):

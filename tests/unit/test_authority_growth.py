@@ -337,13 +337,13 @@ def test_overhead_is_learned_again_after_the_first_full_batch(tells: bool) -> No
     assert world.overheads == [10, 10]
     worker = world.model("a").worker
     assert worker is not None
-    world.beat(worker, 511, 1)
+    world.beat(worker, 2000, 1, largest_step=511)
     world.live(1)
     assert world.overheads == [10, 10]
     world.grow_pools(worker, CARD, 8 * MIB)
-    world.beat(worker, 512, 1)
+    world.beat(worker, 2512, 1, largest_step=512)
     world.live(1)
-    world.beat(worker, 2000, 1)
+    world.beat(worker, 4000, 1, largest_step=600)
     world.live(1)
     assert world.overheads == [10, 10, 18]
 

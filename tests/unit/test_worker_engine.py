@@ -214,6 +214,7 @@ async def test_counters_contain_computed_tokens(bench: Bench) -> None:
     assert (beat.active, beat.queued, beat.step_seconds) == (0, 0, None)
     assert beat.prompt_tokens == 5 + 1, "the second prompt reuses the first"
     assert beat.generated_tokens == 2 * 9
+    assert beat.largest_step == 5
 
 
 async def test_used_cells_are_counted_periodically(bench: Bench) -> None:

@@ -133,7 +133,7 @@ def learn_overhead(draft: Draft, worker: WorkerRecord) -> None:
 
 def learn_after_full_batch(draft: Draft, worker: WorkerRecord) -> None:
     """A heartbeat has come: with the first full batch pools and graphs have their size."""
-    tokens = 0 if worker.beat is None or worker.ready is None else worker.beat.prompt_tokens
+    tokens = 0 if worker.beat is None or worker.ready is None else worker.beat.largest_step
     if tokens >= worker.spec.ubatch and not worker.has_full_batch:
         learn_overhead(draft, draft.set_worker(worker.id, has_full_batch=True))
 
