@@ -281,7 +281,7 @@ class Runtime:
         self.limiter.apply(self.keys.all)
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):
-                log.info("key %s: %s", name, "revoked" if name not in after else "accepted")
+                log.info("stored key %s is now %s", name, "revoked" if name not in after else "accepted")
 
     def inference_token(self) -> str:
         """The secret of the gateway and the inference services."""

@@ -89,7 +89,7 @@ class HubSource:
         if self.file is not None:
             if self.file in models:
                 return self.file
-            raise ValueError(f"{self.repository} has no file {self.file}; {_choices(models)}")
+            raise ValueError(f"{self.repository} has no model {self.file}; {_choices(models)}")
         if self.quantization is None and len(models) == 1:
             return models[0]
         wanted = self.quantization or DEFAULT_QUANTIZATION

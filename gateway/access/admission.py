@@ -22,7 +22,7 @@ class _Waiting:
     client_timeout: float | None
 
     @property
-    def is_own(self) -> bool:
+    def is_limited_by_client(self) -> bool:
         """Whether the client's limit is the shorter one."""
         return self.client_timeout is not None and self.client_timeout < self.queue_timeout
 
@@ -109,13 +109,13 @@ class Admission:
                 "try again shortly",
                 retry_after=rejected.wait,
             )
-        whose = "the client's own timeout of " if waiting.is_own else ""
+        whose = "the client's own timeout of " if waiting.is_limited_by_client else ""
         return RefusedError(
             Code.DEADLINE_EXCEEDED,
             f"the request was not admitted within {whose}{waiting.seconds:g} s; "
             f"{settings.max_in_flight} requests are being served (max_in_flight)",
-            retry_after=None if waiting.is_own else rejected.wait,
-            retryable=False if waiting.is_own else None,
+            retry_after=None if waiting.is_limited_by_client else rejected.wait,
+            retryable=False if waiting.is_limited_by_client else None,
         )
 
     def _arm(self) -> None:

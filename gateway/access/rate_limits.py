@@ -24,7 +24,7 @@ IMAGE_TOKENS = 1000
 ANSWER_TOKENS = 500
 """An estimate for an answer without `max_tokens`."""
 UNKNOWN_SECONDS = 1.0
-"""Expected time until a request ends if there is no mean duration yet."""
+"""Least expected time until a request ends; also the expected time while there is no mean duration yet."""
 
 _MEAN_REQUESTS = 8
 """Number of requests over which the mean duration is smoothed."""
@@ -67,7 +67,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The usage of one key at time `at`, and its running requests. `mean_seconds` is their mean duration."""
+    """The usage of one key at time `at`, and its running requests. `mean_seconds`: mean duration of ended requests."""
 
     requests: float = 0.0
     tokens: float = 0.0

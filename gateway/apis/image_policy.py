@@ -70,7 +70,7 @@ class Target:
 def is_host_entry(entry: str) -> bool:
     """Whether `entry` can stand in a list of hosts: NAME, *.NAME, either with :PORT, or * for every host."""
     host, _, port = entry.partition(":")
-    if port and not (port.isdigit() and 0 < int(port) < 65536):
+    if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         return False
     return entry == ANY_HOST or (not entry.endswith(":") and _HOST.fullmatch(host.removeprefix("*.")) is not None)
 

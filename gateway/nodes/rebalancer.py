@@ -102,7 +102,7 @@ class Rebalancer:
         name = cheapest(copy, plans, protected(found.view.table, found.replicas))
         if name is None:
             asked = ", ".join(copy.nodes)
-            log.info("no other copy of %s (%s): none of the nodes %s has room now", copy.model, copy.reason, asked)
+            log.info("%s needs another copy (%s), but none of %s has room or answers", copy.model, copy.reason, asked)
             self._state = self._state.after_refusal(copy.model, copy.nodes, self._clock())
         elif await self._leases().renew(lease, LEASE_SECONDS):
             log.info("loading %s on node %s: %s", copy.model, name, copy.reason)

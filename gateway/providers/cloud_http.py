@@ -48,7 +48,7 @@ def _kind_of(error: BaseException) -> tuple[UpstreamKind, str]:
 
 
 def _text_of(error: BaseException) -> str:
-    """The message of an error without the bytes of the answer that some quote."""
+    """The message of an error without the bytes of the answer that some errors quote."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "server disconnected"
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -59,7 +59,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _retrieve(closed: asyncio.Future[None]) -> None:
-    """Marks the error of a closed connection as seen; asyncio logs others."""
+    """Marks the error of a closed connection as seen; otherwise asyncio logs it."""
     if not closed.cancelled():
         closed.exception()
 

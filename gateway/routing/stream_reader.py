@@ -44,7 +44,7 @@ class ExpiredError(Exception):
 
 class StreamReader:
     """One stream of `provider` under the deadlines of `budget`, for one task. `on_frame` gets every frame, and
-    `on_progress` the progress that the inference service reports.
+    `on_progress` the progress that the inference service reports. `last`, `whole`: see `Phase`.
     """
 
     def __init__(

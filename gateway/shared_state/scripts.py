@@ -129,7 +129,7 @@ return {'claimed'}
 """
 
 _RENEW = """
--- KEYS: keys...; ARGV: milliseconds, then a token for each. Returns how many are still held; a lost one is taken again.
+-- KEYS: keys...; ARGV: milliseconds, then a token for each. Returns how many are held; an expired one is taken again.
 local held = 0
 for i, key in ipairs(KEYS) do
   local holder = redis.call('GET', key)

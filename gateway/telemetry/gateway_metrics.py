@@ -99,7 +99,7 @@ class Telemetry:
         )
 
     def set_breakers(self, states: Mapping[tuple[str, str], BreakerState]) -> None:
-        """Replaces the states of all breakers. `states` is by provider's key and model."""
+        """Replaces the states of all breakers. `states` is by provider (`local@NODE` on a node) and model."""
         self.breaker_state.clear()
         for (key, model), state in states.items():
             self.breaker_state.labels(*split_key(key), model).set(int(state))
@@ -119,7 +119,7 @@ class Telemetry:
         """
         up = Gauge("gateway_shared_state_up", "Whether the store of the shared state answers", registry=self.registry)
         gateways = Gauge(
-            "gateway_fleet_gateways", "Live gateways; the last known number without the store", registry=self.registry
+            "gateway_fleet_gateways", "Live gateways; without the store the last known number", registry=self.registry
         )
         errors = Counter(
             "gateway_shared_state_errors_total", "Failed operations of the shared state", ["operation"],

@@ -246,6 +246,6 @@ def inference_tls(session: Session) -> ssl.SSLContext:
 
 def check_port(text: str) -> int:
     """The TCP port in `text`. Raises HeadgateError for anything else."""
-    if text.isdigit() and 0 < int(text) < 65536:
+    if text.isascii() and text.isdigit() and 0 < int(text) < 65536:
         return int(text)
     raise HeadgateError(f"{text!r} is not a port; use a number from 1 to 65535")

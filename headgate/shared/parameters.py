@@ -254,7 +254,7 @@ SAMPLING_PARAMETERS = _sampling_parameters()
 
 REQUEST_PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
-        "number", "Another name of `repeat_penalty`; it takes precedence.", 0.01, 10,
+        "number", "Another name of `repeat_penalty`, which it overrides.", 0.01, 10,
         clouds="left out", because=_TUNING, name="repetition_penalty",
     ),
     Parameter(

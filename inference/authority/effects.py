@@ -223,7 +223,7 @@ class MeasureWorkers:
 
 @dataclass(frozen=True, slots=True)
 class TrimWorkers:
-    """Make workers drop retained prefixes and trim their heaps, also the service's (`Trimmed`)."""
+    """Make workers drop retained prefixes and trim their heaps; the service trims its own (`Trimmed`)."""
 
     job: str | int
     workers: tuple[str, ...]
@@ -234,7 +234,7 @@ class TrimWorkers:
 # --- measuring and learning ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measure a model (`Estimated`); `capacities` are the budgets of the devices."""
+    """Measure a model (`Estimated`); `capacities` are the bytes for models on each device."""
 
     key: EstimateKey
     devices: tuple[Reading, ...]

@@ -246,7 +246,7 @@ class BuildChecked:
 
 @dataclass(frozen=True, slots=True)
 class WorkersMeasured:
-    """Host memory of worker processes without stored sequences, with readings of the same moment."""
+    """Host memory of worker processes, not counting stored sequences, with readings of the same moment."""
 
     bytes: Mapping[str, int]
     readings: tuple[Reading, ...]

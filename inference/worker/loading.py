@@ -49,7 +49,7 @@ class Loaded:
 def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool], parts: Sequence[str] = ()) -> Loaded:
     """Loads the model and computes a first step. `on_progress` gets 0.0 to 1.0 and cancels the load by returning False.
 
-    `parts`: the paths of all parts of a split file, if they do not have the names of parts.
+    `parts`: the paths of all parts of a split file, if their names do not show their order.
 
     Raises LoadError: OOM_LOAD if llama.cpp returns NULL, which does not distinguish reasons, OOM_COMPUTE if the first
     step fails, and STARTUP if the reason is known and is not memory.

@@ -116,11 +116,11 @@ class WorkerProcess:
         self._hang: str | None = None
         self._failed: Failed | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
-        self._process, self._link, self._errors = launch(name, path, command, environment, arena)
+        self._process, self._link, self._output = launch(name, path, command, environment, arena)
         self.pid = self._process.pid
         self._pidfd = exit_descriptor(self.pid)
         self._loop.add_reader(self._link.fileno(), self._on_link)
-        self._loop.add_reader(self._errors, self._on_errors)
+        self._loop.add_reader(self._output, self._on_output)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._on_exit)
         self._watch = HangWatch(timeouts, self._loop.time())
@@ -253,15 +253,15 @@ class WorkerProcess:
                     message.tag,
                 )
 
-    def _on_errors(self) -> None:
+    def _on_output(self) -> None:
         try:
-            data = os.read(self._errors, 65536)
+            data = os.read(self._output, 65536)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._loop.remove_reader(self._errors)
+            self._loop.remove_reader(self._output)
             return
         self._keep_lines(data)
 
@@ -311,9 +311,9 @@ class WorkerProcess:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
         self._loop.remove_reader(self._link.fileno())
-        self._loop.remove_reader(self._errors)
+        self._loop.remove_reader(self._output)
         self._link.close()
-        os.close(self._errors)
+        os.close(self._output)
         self.socket_path.unlink(missing_ok=True)
         exit = self._exit(status)
         futures: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
@@ -330,7 +330,7 @@ class WorkerProcess:
             while data := self._link.recv(65536):
                 self._receive(data)
         with contextlib.suppress(OSError):
-            while data := os.read(self._errors, 65536):
+            while data := os.read(self._output, 65536):
                 self._keep_lines(data)
         if self._partial:
             self._keep_lines(b"\n")
@@ -390,15 +390,15 @@ def launch(
             link, far_link = socket.socketpair()
             ours.enter_context(link)
             theirs.enter_context(far_link)
-            errors, far_errors = os.pipe()
-            ours.callback(os.close, errors)
-            theirs.callback(os.close, far_errors)
+            output, far_output = os.pipe()
+            ours.callback(os.close, output)
+            theirs.callback(os.close, far_output)
             ours.callback(path.unlink, missing_ok=True)
             listener.bind(str(path))
             path.chmod(0o600)
             listener.listen(1024)
             link.setblocking(False)
-            os.set_blocking(errors, False)
+            os.set_blocking(output, False)
             given = {} if arena is None else {ARENA_FD_ENV: str(arena)}
             process = subprocess.Popen(
                 command,
@@ -413,12 +413,12 @@ def launch(
                     }
                 ),
                 stdin=subprocess.DEVNULL,
-                stdout=far_errors,
-                stderr=far_errors,
+                stdout=far_output,
+                stderr=far_output,
                 pass_fds=(far_link.fileno(), listener.fileno(), *([] if arena is None else [arena])),
                 process_group=0,
             )
         except OSError as error:
             raise HeadgateError(f"cannot start a worker for {name} ({error})") from error
         ours.pop_all()
-    return process, link, errors
+    return process, link, output

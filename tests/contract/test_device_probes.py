@@ -279,7 +279,7 @@ async def test_refused_command_of_the_simulator_has_its_message() -> None:
 
 
 async def test_simulator_that_cannot_start_is_reported(tmp_path: Path) -> None:
-    """A file is in the place of the directory of its socket."""
+    """The directory of its socket is missing."""
     before = set(descendants_of(os.getpid()))
     probe = SimProbe(SIZES, tmp_path / "missing")
     with pytest.raises(HeadgateError, match="did not start"):

@@ -163,14 +163,14 @@ async def test_key_that_is_revoked_during_a_reload_is_refused_after_it(
     async with Gateway(tmp_path, fake.url) as gateway:
         file = await asyncio.to_thread(UsageFile, tmp_path / "state")
         file.put_key("team", {"name": "team", "hash": HASH}, time.time())
-        await until("the key is accepted", lambda: "key team: accepted" in caplog.text)
+        await until("the key is accepted", lambda: "key team is now accepted" in caplog.text)
         inference = gateway.runtime.inference
         prepare = inference.prepare
 
         async def slow(settings: NodeSettings) -> Prepared:
             prepared = await prepare(settings)
             file.revoke_key("team", time.time())
-            await until("the key is revoked", lambda: "key team: revoked" in caplog.text)
+            await until("the key is revoked", lambda: "key team is now revoked" in caplog.text)
             return prepared
 
         monkeypatch.setattr(inference, "prepare", slow)

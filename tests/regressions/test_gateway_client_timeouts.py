@@ -45,7 +45,7 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
         yield gateway
 
 
-async def test_client_timeout_longer_than_the_total_deadline_ends_a_whole_answer(
+async def test_client_timeout_longer_than_the_total_deadline_ends_an_unstreamed_answer(
     gateway: Gateway, fake: FakeInference
 ) -> None:
     gateway.write(CONFIG.replace("{inter", "{total: 900ms, connect: 500ms, inter"))

@@ -402,6 +402,15 @@ def test_absent_service_gives_exit_code_3_and_its_address_with_advice(
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "x", "²"])
+def test_invalid_inference_port_is_one_line_that_quotes_it(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("INFERENCE_PORT", port)
+    assert main(["devices"]) != 0
+    assert f"'{port}' is not a port; use a number from 1 to 65535" in capsys.readouterr().err
+
+
 def test_run_prints_only_the_answer(serve: Any, capsys: Any) -> None:
     service = serve({"POST /v1/chat/completions": Canned(frames=STREAM, headers={"x-headgate-tier": "local"})})
     options = ["--temperature", "0", "--max-tokens", "5", "--system", "Be brief."]

@@ -329,7 +329,7 @@ def test_full_disk_during_the_download_is_explained(place: Path, hub: SmallHub, 
     [
         ("hf:org/none:Q8_0", ["refuses org/none (401)", "HF_TOKEN"]),
         ("hf:org/tiny-GGUF:Q2_K", ["no quantization Q2_K", "tiny-Q8_0.gguf"]),
-        ("hf:org/tiny-GGUF/none.gguf", ["has no file none.gguf"]),
+        ("hf:org/tiny-GGUF/none.gguf", ["has no model none.gguf"]),
         ("hf:tiny", ["write hf:ORGANIZATION/REPOSITORY:QUANTIZATION"]),
     ],
 )

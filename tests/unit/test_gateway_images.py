@@ -104,6 +104,7 @@ def test_public_ip_addresses_are_public(address: str) -> None:
     [
         ("mill.example", True), ("*.mill.example", True), ("mill.example:8443", True), ("*", True),
         ("mill", False), ("mill.example:", False), ("mill.example:0", False), ("mill.example:x", False),
+        ("mill.example:²", False),
         ("127.0.0.1", False), ("https://mill.example", False), ("mill.*", False), ("", False), ("*:443", False),
     ],
 )  # fmt: skip

@@ -289,7 +289,7 @@ def test_device_of_the_model_overrides_that_of_the_service_and_the_planner() -> 
     assert ids(model(pinned, gpu_index=0), *GPUS, HOST, settings=pinned) == ["gpu-0"]
 
 
-def test_cpu_is_a_candidate_without_accelerators_or_on_request() -> None:
+def test_cpu_is_a_possible_device_without_accelerators_or_on_request() -> None:
     assert ids(model(), HOST) == ["cpu"]
     assert ids(model(gpu_layers=0), *GPUS, HOST) == ["cpu"]
     forced = InferenceSettings(force_cpu_mode=True)

@@ -162,7 +162,7 @@ def test_quantization_names_one_file(source: str, file: str) -> None:
         ("hf:o/r", ["a.safetensors"], "o/r has no GGUF model; look for a repository"),
         ("hf:o/r:Q4_K_M", ["mmproj.gguf"], "o/r has no GGUF model; look for a repository"),
         ("hf:o/r/c.gguf", [], "o/r has no GGUF model; look for a repository"),
-        ("hf:o/r/c.gguf", NAMES, "has no file c.gguf"),
+        ("hf:o/r/c.gguf", NAMES, "has no model c.gguf"),
     ],
 )
 def test_choice_that_is_not_clear_names_the_models(source: str, names: list[str], message: str) -> None:

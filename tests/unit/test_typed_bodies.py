@@ -144,6 +144,12 @@ def test_unknown_fields_of_structured_outputs_are_sent_on_for_completions() -> N
     assert as_json(parse(Endpoint.COMPLETIONS, raw).body)["structured_outputs"] == shape
 
 
+def test_unknown_fields_of_stream_options_are_sent_on_for_completions() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    raw = json.dumps({"model": "m", "prompt": "x", "stream": True, "stream_options": options}).encode()
+    assert as_json(parse(Endpoint.COMPLETIONS, raw).body)["stream_options"] == options
+
+
 def test_schema_of_a_tool_must_be_of_an_object() -> None:
     tool = {"name": "t", "input_schema": {"type": "array"}}
     raw = json.dumps({"model": "m", "max_tokens": 5, "messages": [HI], "tools": [tool]}).encode()

@@ -10,8 +10,8 @@ import re
 from gateway.apis.messages_body import AdaptiveThinking, DisabledThinking, Effort, EnabledThinking, Thinking
 
 _EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
-"""Models up to 4.6. They accept sampling parameters (with the older API version) and thinking with a budget, but no
-effort above `high`. Later models answer 400 to sampling parameters and budgets."""
+"""Models up to 4.6. They accept sampling parameters (with API version SAMPLING_VERSION) and thinking with a budget, but
+no effort above `high`. Later models answer 400 to sampling parameters and budgets."""
 
 _NO_EFFORT = re.compile(r"claude-(3|(opus-4(-[01])?|(sonnet|haiku)-4(-[0-5])?)(-\d{8}|-latest)?$)")
 """Models that have no `output_config.effort`."""

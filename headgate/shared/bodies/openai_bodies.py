@@ -459,8 +459,8 @@ def decode_completion(given: Mapping[str, Any], path: str) -> CompletionRequest:
     """The completion request in parsed JSON; raises InvalidBodyError. For `path` see `decode`."""
     body = decode(given, CompletionRequest, path)
     _check_prompt(body.prompt, "prompt")
-    if "structured_outputs" in given:
-        body.has_extra = keep_extra(body, {"structured_outputs": given["structured_outputs"]})
+    if objects := {name: given[name] for name in ("structured_outputs", "stream_options") if name in given}:
+        body.has_extra = keep_extra(body, objects)
     check_parameters(given, _CHECKED_IN_COMPLETIONS)
     return body
 

@@ -1,8 +1,8 @@
 """Turns of models in use, and claims of models that wait for room.
 
 A model in use keeps its memory for one turn after it became ready. The planner may evict it when the turn is over and
-requests have waited for another model for the resident's `min_residency`; running requests complete first. The model
-that has waited longest has a claim on the memory that becomes free; other models may load only beside the claim.
+requests for another model have waited for its `min_residency`; running requests complete first. The model that has
+waited longest has a claim on the memory that becomes free; other models may load only beside the claim.
 Without claims, small models that swap with each other would keep a large one waiting forever, because it needs several
 turns to end at the same time.
 """
@@ -90,8 +90,8 @@ def turn_ends_at(resident: Resident, demand: Demand) -> float:
 def decide(request: Request, demand: Demand, occupancy: Occupancy, ahead: Sequence[Claim]) -> Decision:
     """The decision for `request`; `evict` of the outcome may name models in use whose turn is over.
 
-    `ahead` are the claims of earlier demands. A refusal is final (`waits_for` is empty) only if it would be one without
-    claims, and if nothing is loading or leaving on a device that lacks room, or a device is too small.
+    `ahead` are the claims of earlier demands. A refusal is final (`waits_for` is empty) only if no claim contributes to
+    it, and either a device is too small or nothing is loading or leaving on the devices that lack room.
     """
     ends = _ends(occupancy, demand)
     spent = [name for name, end in ends if end <= occupancy.policy.now and name in occupancy.residents]
@@ -173,7 +173,7 @@ def _keeping(
 
 
 def _or_wait(refusal: Refusal, ledger: Ledger) -> Refusal:
-    """A refusal that waits for models that load or leave, because less memory than there is may look free meanwhile."""
+    """A refusal that waits for models that load or leave, because meanwhile less memory may look free than there is."""
     accounts = ledger.accounts
     if any(
         lack.need_bytes > min(accounts[lack.device].capacity_bytes, accounts[lack.device].budget_bytes)

@@ -113,7 +113,7 @@ def _frame(number: int, kind: str, data: dict[str, Any]) -> bytes:
 
 
 class LogPublisher(logging.Handler):
-    """Publishes warnings and errors of the process as events `log`, for the thread of `loop`."""
+    """Publishes warnings and errors of the process as events `log`, on the thread of `loop`."""
 
     def __init__(self, bus: Bus, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +137,7 @@ class Notifier:
         self._due_at = 0.0
         self._closed = False
         self._known: dict[str, ModelStatus] = {}
-        """the status of each model that listeners have"""
+        """the last published status of each model"""
 
     def close(self) -> None:
         """Stops publishing."""

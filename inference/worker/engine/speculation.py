@@ -38,8 +38,8 @@ PRIOR_TOKENS = 2.0
 """Weight of the rate of the model in the estimate for an answer, in tokens."""
 
 ANSWER_MEMORY, MODEL_MEMORY = 0.9, 0.98
-"""Each step that had proposals for an answer multiplies the weight of the earlier ones, of the answer and of the model,
-by this."""
+"""A step with proposals for an answer multiplies the weight of earlier proposals: in the rate of the answer by the
+first of these, in the rate of the model by the second."""
 
 MEASURED_STEPS, MIN_STEPS = 7, 3
 """Times are medians of this number of steps, because other programs delay single steps. Nothing is verified before the
@@ -74,8 +74,8 @@ class ProposalSource(Protocol):
         ...
 
     def propose(self, candidates: Sequence[Candidate]) -> Sequence[Sequence[int]]:
-        """Up to `most` (0 or more) next tokens of each candidate. A job has the tokens of its last call with more at
-        their end."""
+        """Up to `most` (0 or more) next tokens of each candidate. The tokens of a job begin with those of the last
+        call."""
         ...
 
     def behind(self, candidate: Candidate) -> int:
@@ -143,7 +143,7 @@ class _Times:
 
 @dataclass(slots=True)
 class _Answer:
-    """The state of one answer. `proposed`: what it was expected to continue with before the running step."""
+    """The state of one answer. `proposed`: its next tokens as the source proposed them, verified or not."""
 
     rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(ANSWER_MEMORY))
     proposed: Sequence[int] = ()

@@ -51,7 +51,7 @@ Missing = NeedsEstimate | NeedsReading | NeedsCheck
 
 
 def unmeasured(state: State, model: ModelRecord, now: float) -> EstimateKey | None:
-    """The first device for the model on which it was not measured."""
+    """The first possible device on which the model was not measured."""
     known, spec = state.estimates_of(model.effective), model.effective
     return next(
         (EstimateKey(spec, (item.id,)) for item in load_devices.possible(state, model, now) if item.id not in known),
@@ -85,7 +85,7 @@ def consider(state: State, id: str, now: float, *, divisions: int | None = None)
     found = _decided(state, model, replace(request, fit=fit), now)
     refusal = found.outcome if fit.steps and isinstance(found, Decision) else None
     if isinstance(refusal, Refusal) and not refusal.waits_for and not fit.allows(refusal.fix):
-        return _decided(state, model, request, now)  # no allowed change suffices: now try the fallbacks
+        return _decided(state, model, request, now)  # no allowed change suffices: now try the fallback devices
     return found
 
 
@@ -131,7 +131,7 @@ def rank(model: ModelRecord) -> tuple[float, float, str]:
 
 
 def _yields(state: State, item: Held, to: ModelRecord) -> bool:
-    """Whether `item` is the warm copy of a waiting model whose turn comes after that of `to`: `to` may drop it.
+    """Whether `item` is the warm copy of a wanted model that ranks after `to`: `to` may drop it.
 
     Otherwise two warm models that exclude each other would both wait forever.
     """

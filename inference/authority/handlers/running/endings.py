@@ -29,7 +29,7 @@ SLACK_BYTES = 64 * 2**20
 
 
 def end(draft: Draft, model: str, departure: Departure | None) -> None:
-    """Stops a worker without running requests. Its memory is released when it has ended."""
+    """Stops a worker that runs no requests. Its memory is released when it has ended."""
     worker = draft.worker_of(model)
     assert worker is not None
     draft.set_worker(worker.id, departure=departure)
@@ -169,7 +169,7 @@ def _foreign_rise(before: Ledger, after: Ledger, device: str) -> int:
 
 
 def _accept_forfeited(draft: Draft, rises: Mapping[str, int]) -> None:
-    """Keeps memory that became foreign from counting as a rise of foreign use, for which idle models would leave."""
+    """Memory that became foreign here does not count as a rise of foreign use, for which idle models would leave."""
     pressure = draft.state.pressure
     devices = {
         device: replace(known, gauge=with_forfeited(known.gauge, rises.get(device, 0)))
