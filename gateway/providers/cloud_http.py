@@ -171,8 +171,8 @@ class SdkClient(Protocol):
 class CloudSender:
     """Sends requests to the address that an SDK knows, with its headers, over `http`.
 
-    The SDK's own calls add options, retries and pydantic models of the answers, which are not used here, and take as
-    much CPU time as all else for an answer without a stream.
+    The SDK's own calls take as much CPU time as all else for an answer without a stream: they add options, retries and
+    pydantic models of the answers, which are not used here.
     """
 
     def __init__(self, client: SdkClient, http: CloudHttp, secrets: Sequence[str]) -> None:

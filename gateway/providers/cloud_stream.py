@@ -31,7 +31,7 @@ class EventReader(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete, even if the connection breaks now."""
+        """Whether the finish reasons have arrived: the answer counts as whole even if the connection breaks now."""
         ...
 
     def feed(self, frame: SseFrame) -> Sequence[Frame]:

@@ -76,7 +76,7 @@ class BuildCheck:
         log.info("checking that llama.cpp computes on this CPU: %s", why)
         if (failure := await self._failure(START_SECONDS)) is not None:
             raise BrokenBuildError(_sentence(build, f"{failure} ({why})"))
-        log.info("llama.cpp computes on this CPU: %s", build.cpu)
+        log.info("the check passed: this build of llama.cpp works on %s", build.cpu)
         self._keep({"passed": asdict(build)})
 
     async def computes(self) -> bool:

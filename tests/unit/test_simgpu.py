@@ -170,7 +170,7 @@ def test_swap_accepts_several_spans_and_none(memory: mmap.mmap) -> None:
 @on_linux
 def test_invalid_moves_are_rejected_without_effect(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     swap, span = Swap(), (address(memory), SIZE)
-    with pytest.raises(SwapError, match="no memory was moved"):
+    with pytest.raises(SwapError, match="no memory was moved out"):
         swap.swap_in()
     with pytest.raises(SwapError, match="the host does not have"):
         swap.swap_out([(span[0], 2**62)])

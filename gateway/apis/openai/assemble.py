@@ -62,7 +62,7 @@ class Assembly:
             self._usage = usage
         for part in choices:
             if not isinstance(part, dict) or not isinstance(index := part.get("index", 0), int):
-                raise ValueError("a choice that is not an object with an index")
+                raise ValueError("a choice that is not an object, or with an invalid index")
             if (choice := self._choices.get(index)) is None:
                 choice = self._choices[index] = _Choice()
             self._add_choice(choice, part)
@@ -137,7 +137,7 @@ class Assembly:
 def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
     """Adds one tool-call delta: the first of an index has id and name, arguments come in pieces."""
     if not isinstance(call, dict) or not isinstance(index := call.get("index", len(tools)), int):
-        raise ValueError("a tool call that is not an object with an index")
+        raise ValueError("a tool call that is not an object, or with an invalid index")
     whole = tools.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     if call.get("id"):
         whole["id"] = call["id"]

@@ -89,12 +89,12 @@ def _space(check: str, path: Path, text: str) -> Finding:
     free = shutil.disk_usage(path).free
     text = f"{text}, {format_bytes(free)} free"
     if free < MIN_DISK_BYTES:
-        return warning(check, text, "free disk space; estimates, crash records and downloads need it")
+        return warning(check, text, "make room on this disk; estimates, crash records and downloads need it")
     return ok(check, text)
 
 
 def services(session: Session, loaded: list[Any]) -> Iterator[Finding]:
-    """The services: not running with free ports, or running and accepting the keys of this user."""
+    """Whether each service accepts the keys of this user or, if it does not run, its port is free."""
     record = addresses.Record.read(session.state)
     if record is not None:
         yield ok("headgate up", f"runs (pid {record.pid}) with {record.config_dir or 'an unknown configuration'}")
@@ -129,7 +129,7 @@ def nodes(session: Session) -> Iterator[Finding]:
         answers = found.get("/v1/models")
     except HeadgateError as error:
         yield problem(
-            "nodes", str(error), "`headgate nodes` lists them; those of dns: and ray: sources come from the gateway"
+            "nodes", str(error), "start the nodes (`headgate nodes`), and for dns: or ray: sources also the gateway"
         )
         return
     for name, api in found.apis.items():

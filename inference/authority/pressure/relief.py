@@ -35,7 +35,7 @@ class Restriction(IntEnum):
 
 RESTRICTION_TEXTS: Mapping[Restriction, str] = {
     Restriction.NONE: "no restrictions",
-    Restriction.WARN: "restrictions begin at the next check",
+    Restriction.WARN: "restrictions begin if the level is emergency at the next check",
     Restriction.HALVE: "1/2 of the sequences are admitted at a time",
     Restriction.FORGET: "1/4 of the sequences are admitted at a time, and retained prefixes are dropped",
     Restriction.NO_EXTRAS: (

@@ -26,7 +26,7 @@ def snapshot(state: State, now: float) -> dict[str, Any]:
 
 
 def statuses(state: State, now: float) -> list[ModelStatus]:
-    """Every model in the order of the file; its replicas are in it."""
+    """Every model in the order of the file, each with its replicas."""
     predictions = Predictions(state, now)
     shown = (model for model in state.models.values() if replicas.first_of(state, model) is model)
     return [status(state, model, now, predictions) for model in shown]

@@ -190,9 +190,9 @@ class Swap:
         return total
 
     def swap_in(self) -> int:
-        """Copies everything back and frees the copy; returns bytes. Raises SwapError if nothing was moved."""
+        """Copies everything back and frees the copy; returns bytes. Raises SwapError if nothing was moved out."""
         if self._copy is None:
-            raise SwapError("no memory was moved")
+            raise SwapError("no memory was moved out")
         spans, memory = self._copy.spans, self._copy.memory
         with _addressed(memory) as copy:
             for address, offset, size in _pieces(spans):

@@ -31,7 +31,7 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def as_text(arguments: Any) -> str:
-    """A call's arguments as JSON text; text other than a JSON object is kept."""
+    """A call's arguments as JSON text; text is kept, except deviations that `_bare` removes."""
     bare = _bare(arguments)
     return bare if isinstance(bare, str) else json.dumps(bare, ensure_ascii=False)
 
@@ -44,8 +44,8 @@ def as_object(arguments: Any) -> dict[str, Any]:
 
 
 def _bare(arguments: Any) -> Any:
-    """Arguments with common deviations removed, as in answers: the text of an object in quotes becomes that text; null,
-    an empty text and an empty list become an empty object. Other arguments are kept.
+    """Arguments with common deviations removed, as the readers of answers do: the text of an object in quotes becomes
+    that text; null, an empty text and an empty list become an empty object. Other arguments are kept.
     """
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
         return arguments
@@ -67,8 +67,8 @@ def _parsed(text: str) -> Any:
 def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[str, Any]]:
     """Copies in which every call has an id, a type and arguments of one kind, and every result names its call.
 
-    A result without an id answers the first call without a result of the last message with calls. Empty lists of calls
-    are left out, because some templates only test whether the key exists.
+    A result without an id answers the first unanswered call of the last message with calls. Empty lists of calls are
+    left out, because some templates only test whether the key exists.
     """
     convert = as_text if text_arguments else as_object
     found: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ class Roles:
 
 
 def needs_arranging(messages: Sequence[Message]) -> bool:
-    """Whether the messages are more than alternating turns, which some templates refuse or drop."""
+    """Whether there are messages besides alternating turns; some templates refuse or drop those."""
     return any(message["role"] == "system" for message in messages) or any(
         first["role"] == then["role"] != "tool" for first, then in itertools.pairwise(messages)
     )

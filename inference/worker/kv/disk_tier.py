@@ -56,7 +56,7 @@ SLOW_BYTES_PER_SECOND = 4 * 2**20
 LOCK_SECONDS = 10.0
 """Longest wait for the lock of the directory."""
 MAX_REMOVALS = 3
-"""How often files are removed from a full disk for one entry. After that, writing pauses."""
+"""How often files are removed from a full disk until a write succeeds. After that, writing pauses."""
 LONGEST_PIN_SECONDS = 31 * 86400.0
 """A modification time further in the future comes from a wrong clock. Such a file counts as the oldest."""
 
@@ -108,7 +108,7 @@ class DiskTier:
         self._ticks = ticks
         self._paused_until = -1.0
         self._removals = 0
-        self._logs_full_at = 0.0
+        self._next_full_log_at = 0.0
 
     def fits(self, count_bytes: int) -> bool:
         """Whether an entry of this size is within the limit."""
@@ -147,9 +147,9 @@ class DiskTier:
                     continue
                 self._pause(f"cannot write stored sequences to {self._root} ({error.strerror or error})")
                 raise
-        if self._removals and self._ticks() >= self._logs_full_at:
+        if self._removals and self._ticks() >= self._next_full_log_at:
             log.warning("the disk is full: removing the oldest stored sequences in %s for new ones", self._root)
-            self._logs_full_at = self._ticks() + PAUSE_SECONDS
+            self._next_full_log_at = self._ticks() + PAUSE_SECONDS
         self._removals = 0
         if (seconds := self._ticks() - began) > max(SLOW_SECONDS, count_bytes / SLOW_BYTES_PER_SECOND):
             self._pause(f"{self._root} is slow ({count_bytes} bytes in {seconds:.0f} s)")
@@ -355,8 +355,8 @@ class DiskTier:
     def _free(self, count_bytes: int, removed: list[str]) -> bool:
         """Removes the oldest files without a pin until `count_bytes` are free. Returns whether a write may succeed now.
 
-        Other programs may use the space that becomes free, so files are removed at most MAX_REMOVALS times for one
-        write.
+        Other programs may use the space that becomes free, so files are removed at most MAX_REMOVALS times until
+        a write succeeds.
         """
         if self._removals == MAX_REMOVALS:
             return False

@@ -115,7 +115,7 @@ def _local(grant: DeviceGrant, taken: Sequence[int]) -> int:
         )
     for index in range(lib.ggml_backend_dev_count()):
         handle = lib.ggml_backend_dev_get(index)
-        is_accelerator = lib.ggml_backend_dev_type(handle) not in (DEVICE_TYPE_CPU, _ACCEL)
+        is_accelerator = lib.ggml_backend_dev_type(handle) not in (DEVICE_TYPE_CPU, _CPU_LIBRARY)
         if is_accelerator and handle not in taken:
             return int(handle)
     raise LoadError(
@@ -123,8 +123,8 @@ def _local(grant: DeviceGrant, taken: Sequence[int]) -> int:
     )
 
 
-_ACCEL = 3
-"""Device type of CPU libraries such as BLAS, which hold no weights (GPU is 1, integrated GPU 2)."""
+_CPU_LIBRARY = 3
+"""Device type ACCEL: CPU libraries such as BLAS, which hold no weights (GPU is 1, integrated GPU 2)."""
 
 
 def _visible() -> str:

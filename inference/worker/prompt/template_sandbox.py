@@ -39,7 +39,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks text for training; a prompt contains only the text between the tags."""
+    """`{% generation %}` marks text for training; a prompt contains that text without the tags."""
 
     tags = frozenset(["generation"])  # type: ignore[assignment]
 

@@ -43,7 +43,7 @@ def devices_found(draft: Draft, event: DevicesFound) -> None:
 
 
 def _loaded_at_start(draft: Draft) -> tuple[str, ...]:
-    """Every model in order, then their further replicas up to the least number."""
+    """Every model in order, then the further replicas of each up to its configured minimum."""
     specs = [model.spec for model in draft.state.models.values()]
     wanted = [spec for spec in specs if spec.id in replica_ids(spec.configured_id, spec.replicas[0])]
     return tuple(spec.id for spec in sorted(wanted, key=lambda spec: spec.replica_of is not None))
@@ -71,9 +71,9 @@ def suspension_tested(draft: Draft, event: SuspensionTested) -> None:
     devices = draft.state.devices
     suspender = devices.suspenders.get(event.kind, event.kind)
     if event.problem is None:
-        draft.info("warm models are kept by checkpoints of %s: the test succeeded", suspender)
+        draft.info("warm models are kept as process checkpoints by %s: the test succeeded", suspender)
     else:
-        draft.warning("checkpoints of %s are not used: %s", suspender, event.problem)
+        draft.warning("process checkpoints by %s are not used: %s", suspender, event.problem)
     draft.set_devices(suspension={**devices.suspension, event.kind: event.problem})
 
 
@@ -98,7 +98,7 @@ def load_settled(draft: Draft, ticket: TicketRecord, error: InferenceError | Non
 
 # --- measurements before the first request ---------------------------------------------------------------------------
 def measure_next(draft: Draft) -> None:
-    """Measures models before their first request, one after the other, to find models that do not fit early."""
+    """Measures models one after the other before their first request: those that do not fit are found early."""
     while draft.state.to_measure:
         model = draft.state.models.get(draft.state.to_measure[0])
         if model is not None and model.id not in draft.checked_files:

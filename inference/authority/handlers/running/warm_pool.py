@@ -300,7 +300,7 @@ def _end_unknown(draft: Draft, worker: WorkerRecord, what: str, why: str, *, by_
         suspension = {**devices.suspension, worker.device.kind: f"{worker.model} {what}: {why}"}
         draft.set_devices(suspension=suspension)
         suspender = devices.suspenders.get(worker.device.kind, "the driver")
-        then = f", and checkpoints of {suspender} are no longer used"
+        then = f", and process checkpoints by {suspender} are no longer used"
     draft.warning(
         "%s (pid %s) %s: %s; its %s are released%s",
         worker.model, worker.pid, what, why,

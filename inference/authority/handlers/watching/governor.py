@@ -205,6 +205,6 @@ def _device(use: Use, level: Level) -> DeviceSample:
 
 
 def limits(state: State) -> Mapping[str, int]:
-    """The limits of sequences that were sent to workers, by model."""
+    """By model, the limit that its worker got: the sequences that it admits at a time."""
     held = ((model.id, state.worker_of(model)) for model in state.models.values())
     return {name: worker.limit for name, worker in held if worker is not None and worker.limit is not None}

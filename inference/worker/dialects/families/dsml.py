@@ -34,18 +34,18 @@ class DsmlParser(TaggedReader):
     def called(self) -> Steps[None]:
         """Text and calls."""
         while marker := (yield from self.until(_BEGIN, Content)):
-            begun = yield from self.try_call(self._call(is_inside=marker == _INVOKE), marker)
+            begun = yield from self.try_call(self._call(is_tag_read=marker == _INVOKE), marker)
             while begun:
                 yield from self.space()
                 if (yield from self.literal(_INVOKE)):
-                    begun = yield from self.try_call(self._call(is_inside=True), _INVOKE)
+                    begun = yield from self.try_call(self._call(is_tag_read=True), _INVOKE)
                     continue
                 for block in (OLD, NEW):
                     yield from self.literal(f"</{TOKEN}{block}>")
                 begun = False
 
-    def _call(self, *, is_inside: bool) -> Steps[None]:
-        if not is_inside:
+    def _call(self, *, is_tag_read: bool) -> Steps[None]:
+        if not is_tag_read:
             yield from self.space()
             yield from self.expect(_INVOKE)
         name = yield from self._attribute("name")
