@@ -43,9 +43,9 @@ INPUTS = (
 class Stamp:
     """Describes how `.venv` was made.
 
-    `digest` identifies the inputs. `cmake_args` are the CMake arguments of the user, kept for rebuilds. `rung` are the
-    CMake arguments of the installed build, `reason` why they were chosen, and `compiler` the compiler that they were
-    chosen for. `build` is the CPU, libraries and folder for which the build was checked.
+    `digest` identifies the inputs. `cmake_args` are the CMake arguments of the user, kept for rebuilds. `rung` are
+    those of the installed build, a step of `compile_options`; `reason` is why they were chosen, and `compiler` the
+    compiler that they were chosen for. `build` is the CPU, libraries and folder for which the build was checked.
     """
 
     digest: str

@@ -263,7 +263,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         stopping.task = asyncio.ensure_future(stop(linger_seconds))
 
     def on_restart(why: str) -> None:
-        log.error("the service must be restarted: %s", why)
+        log.error("the service ends and must be restarted: %s", why)
         if not running.draining:
             stopping.status = Exit.RESTART_OUTSIDE
             on_stop("a restart is needed")
@@ -294,7 +294,7 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any], tl
         if tls is not None:
             tls.reload()
     except ConfigError as error:
-        log.error("reload failed; the old configuration stays in force")  # noqa: TRY400 - the next lines have the reason
+        log.error("reload failed; the old configuration stays in force")  # noqa: TRY400 - the next lines say why
         for problem in error.problems:
             log.error("%s", problem)  # noqa: TRY400
         return

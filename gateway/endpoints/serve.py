@@ -120,7 +120,7 @@ class RequestApp(ABC):
 
     @abstractmethod
     async def run(self, job: Job) -> bytes | None:
-        """Answers an admitted request. Returns the body that is still to be sent; None when nothing is."""
+        """Answers a request after its admission. Returns the body that is still to be sent; None when nothing is."""
 
     @abstractmethod
     def finish(self, record: Record) -> None:
@@ -153,7 +153,7 @@ class RequestApp(ABC):
                 tracer.export(request_spans(record, runtime.gateway_state.addresses))
 
     async def _with_key(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
-        """Serves a request with a valid key: body, route, chain."""
+        """Checks the key of a request and serves it: body, route, chain."""
         runtime, headers, max_body = self.runtime, exchange.headers, self.runtime.config.max_body
         key, tenant = self._admit(exchange)
         record.key = key.name

@@ -122,7 +122,7 @@ class BoundedHttp(WiredHttp):
             self._watch_reader()
 
     def _note_paused(self) -> None:
-        """Counts the delay of an answer from its beginning, if earlier bytes are unread then."""
+        """Starts to count the delay of an answer that begins while bytes of earlier answers are unread."""
         if self.flow.write_paused and self._held_up_since is None and self.is_serving:
             self._held_up_since = self.loop.time()
             self._watch_reader()
@@ -200,7 +200,7 @@ class BoundedHttp(WiredHttp):
 
     def _refuse_head(self) -> None:
         if self._header_bytes > MAX_HEADER_BYTES:
-            self._too_large = f"line and headers have more than {MAX_HEADER_BYTES} bytes"
+            self._too_large = f"request line and headers have more than {MAX_HEADER_BYTES} bytes"
         else:
             self._too_large = f"there are more than {MAX_HEADERS} headers"
         raise _RefusedHead

@@ -149,7 +149,7 @@ def _breaker_name(session: Session) -> str:
     """The breaker in the arguments: of the node `a`, `local/demo` is `local@a/demo`. Raises UsageError."""
     name, node = session.args.name, session.args.node
     if not name:
-        raise UsageError("the name is missing; `headgate breakers` lists their names")
+        raise UsageError("the name of the breaker is missing; `headgate breakers` lists the names")
     if node is None:
         return str(name)
     from gateway.breaker.outcome import LOCAL, provider_key

@@ -57,7 +57,7 @@ class Wire:
             self._cycle.flow.resume_reading()  # a long body pauses reading, which would hide the disconnect
 
     def disconnect(self) -> None:
-        """Handles a disconnect of the client."""
+        """Ends the request as after a disconnect of the client; does not close the connection."""
         cycle = self._cycle
         if cycle.response_complete:
             return

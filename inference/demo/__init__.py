@@ -20,7 +20,7 @@ class UnknownBundledModelError(KeyError):
 
 
 def bundled_path(name: str) -> Path:
-    """Return the GGUF file of the bundled model `name`, which is a key of `bundled:NAME` paths.
+    """The GGUF file of the bundled model `name`, which models.yaml names as `bundled:NAME`.
 
     Raises UnknownBundledModelError (a KeyError) with a list of the known names.
     """

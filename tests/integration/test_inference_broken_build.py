@@ -94,7 +94,7 @@ def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: 
     assert stack.inference.wait() == Exit.RESTART_OUTSIDE
     log = stack.inference.log
     assert "signal SIGILL (broken build)" in log
-    assert log.count("the service must be restarted: llama.cpp does not compute on this CPU") == 1
+    assert log.count("the service ends and must be restarted: llama.cpp does not compute on this CPU") == 1
     assert not (stack.state.root / ACCELERATORS).exists()
     pairs = [breaker for breaker in stack.breakers() if breaker["model"] is not None]
     assert [breaker["state"] for breaker in pairs if breaker["state"] != "closed"] == []

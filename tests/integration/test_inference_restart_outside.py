@@ -48,7 +48,7 @@ def test_service_ends_with_70_and_does_not_restart_on_the_cpu(tmp_path: Path) ->
     try:
         first.start()
         assert first.wait() == Exit.RESTART_OUTSIDE
-        assert "the service must be restarted: new processes cannot reach gpu-0" in first.log
+        assert "the service ends and must be restarted: new processes cannot reach gpu-0" in first.log
         assert "1 accelerators were in use and 0 are reachable now" in refused(service(tmp_path, 0))
     finally:
         first.kill()

@@ -174,7 +174,7 @@ def test_add_without_own_configuration_copies_the_packaged_one(
         (["good.gguf", "--set", "contxt_length=9"], "did you mean 'context_length'?"),
         (["good.gguf", "--set", "parallel=many"], "models.good.parallel"),
         (["good.gguf", "--set", "parallel"], "is not KEY=VALUE"),
-        (["good.gguf", "--set", "parallel=[1"], "is not a value"),
+        (["good.gguf", "--set", "parallel=[1"], "is not valid YAML"),
         (["good.gguf", "--name", "/x/"], "is not a valid model id"),
         (["hf:good"], "write hf:ORGANIZATION/REPOSITORY:QUANTIZATION"),
     ],

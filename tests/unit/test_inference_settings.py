@@ -88,7 +88,7 @@ def test_speculation_may_be_off_without_quotes(directory: Path) -> None:
     assert (models["a"].speculation, models["b"].speculation) == ("ngram", "off")
 
 
-def test_default_pool_applies_only_to_models_that_have_more_cells_without_it(directory: Path) -> None:
+def test_default_kv_cells_apply_only_to_models_that_have_more_cells_without_them(directory: Path) -> None:
     text = (
         "models:\n  large: {path: tiny.gguf}\n  equal: {path: tiny.gguf, parallel: 2}\n"
         "  small: {path: tiny.gguf, context_length: 512}\n  own: {path: tiny.gguf, kv_cells: 5000}"

@@ -80,6 +80,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_completion_tokens": "many"}, "max_completion_tokens"),
+    ({"max_completion_tokens": 2**31}, "max_completion_tokens"),
     ({"stop": 5}, "stop"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a"] * 17}, "stop"),

@@ -342,7 +342,7 @@ class Events:
         return "the stream ended"
 
     def _log_reason(self, why: str) -> None:
-        """Logs why there are no events, unless the reason is the last one or the stream is for figures."""
+        """Logs why there are no events, unless the previous reason was the same or the stream is for figures."""
         if why != self._last_reason and not self._figures:
             log.info("no event stream from the inference service (%s); polling it every few seconds", why)
         self._last_reason = why

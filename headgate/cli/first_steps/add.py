@@ -77,7 +77,7 @@ def _settings(texts: list[str]) -> dict[str, Any]:
         try:
             found[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UsageError(f"--set {key}: {value!r} is not a value as in models.yaml") from None
+            raise UsageError(f"--set {key}: {value!r} is not valid YAML") from None
     return found
 
 

@@ -96,9 +96,9 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         raise _not_together(SO_FAR, "continue_final_message" if continue_final else "tools" if tools else "logprobs")
     if given.top_logprobs is not None and not given.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    newer = _limit(given.max_completion_tokens)
+    newer = _limit(given.max_completion_tokens, "max_completion_tokens")
     max_tokens, max_tokens_param = (
-        (_limit(given.max_tokens), "max_tokens") if newer is None else (newer, "max_completion_tokens")
+        (_limit(given.max_tokens, "max_tokens"), "max_tokens") if newer is None else (newer, "max_completion_tokens")
     )
     _check_min_tokens(common, max_tokens, max_tokens_param)
     top = given.top_logprobs if given.logprobs else given.n_probs
@@ -139,7 +139,7 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
             "n",
             code=Code.UNSUPPORTED_PARAMETER,
         )
-    max_tokens = COMPLETION_TOKENS if given.max_tokens is None else _limit(given.max_tokens)
+    max_tokens = COMPLETION_TOKENS if given.max_tokens is None else _limit(given.max_tokens, "max_tokens")
     _check_min_tokens(common, max_tokens, "max_tokens")
     if max_tokens == 0 and not given.echo:
         raise BadRequestError("max_tokens may only be 0 together with echo", "max_tokens")
@@ -258,10 +258,10 @@ def _not_together(param: str, other: str) -> BadRequestError:
     )
 
 
-def _limit(max_tokens: int | None) -> int | None:
-    """A length of the answer; -1 is no limit."""
+def _limit(max_tokens: int | None, param: str) -> int | None:
+    """A length of the answer, the value of `param`; -1 is no limit."""
     if max_tokens is not None and max_tokens > MAX_TOKENS:
-        raise BadRequestError(f"max_tokens must be at most {MAX_TOKENS}", "max_tokens")
+        raise BadRequestError(f"{param} must be at most {MAX_TOKENS}", param)
     return None if max_tokens == -1 else max_tokens
 
 

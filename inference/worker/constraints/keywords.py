@@ -35,13 +35,13 @@ _HAS_NO_EFFECT: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 }
 """When a keyword that cannot be enforced has no effect."""
 _OUT_OF_REACH = frozenset([*_HAS_NO_EFFECT, "divisibleBy", "disallow"])
-"""Keywords that narrow a value in ways that masks cannot enforce."""
+"""Keywords that masks cannot enforce, or only in special cases: see `Node._out_of_reach`."""
 _IN_PLACE = _UNCLEAR | frozenset(
     ["$ref", "allOf", "anyOf", "oneOf", "not", "if", "contains", "dependentSchemas", "dependencies"]
 )
 """Beside these keywords, what `unevaluatedProperties` and `unevaluatedItems` forbid depends on the value."""
 _DIGITS = 15
-"""Numbers with at most this many digits are below 2^53 without the decimal point; llguidance reads them exactly."""
+"""Without the decimal point, numbers of at most this many digits are below 2^53: llguidance reads them exactly."""
 _PLACES = 22
 """Most decimal places that llguidance reads exactly."""
 
@@ -148,7 +148,7 @@ class Node:
         if not all(_is_exact(item) for item in values):
             self._give_up(
                 key,
-                f"{key} has a number of more digits than 2^53, which cannot be enforced exactly",
+                f"{key} has a number that is too large or too precise to be enforced exactly",
             )
         else:
             self._out[key] = value
@@ -282,7 +282,7 @@ class Node:
             self._give_up(key, f"the format {value[:80]!r} cannot be enforced; known are {known}")
 
     def _dependent(self, key: str, value: Any) -> None:
-        """With the property, the schema or names that depend on it are required too."""
+        """An object that has the property must also match the schema, or have the names, that depend on it."""
         for name, needs in self._map(key, value).items():
             if isinstance(needs, list):
                 if not all(isinstance(need, str) for need in needs):
@@ -312,8 +312,9 @@ class Node:
         self._give_up(key, f"{key} cannot be enforced")
 
     def _lower_property_names(self, value: Any) -> bool:
-        """Lowers `propertyNames` to the listed names or one pattern, without other properties. Returns False if it has
-        neither form.
+        """Lowers `propertyNames` to the listed names or one pattern, without other properties.
+
+        Returns False if it has neither form, or beside keywords for other properties.
         """
         if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
             return False
@@ -338,7 +339,10 @@ class Node:
         """Unnamed keys may repeat, and JSON parsers keep the last one, so they cannot be counted."""
         least = self._out.get("minProperties", 0)
         if least > len(self._out.get("required", ())) + 1 and not self._is_closed():
-            self._give_up("minProperties", "minProperties above 1 cannot be enforced for keys that are not named")
+            self._give_up(
+                "minProperties",
+                "minProperties can demand at most one key beyond those in required, unless other keys are forbidden",
+            )
             self._out.pop("minProperties", None)
 
     def _is_closed(self) -> bool:
@@ -382,9 +386,9 @@ def _is_exact(value: Any) -> bool:
 def _inside(key: str, value: float) -> tuple[str, float]:
     """A keyword and a value that llguidance enforces exactly and that allow only numbers which `key` and `value` allow.
 
-    They also forbid numbers that differ from the bound only in the 15th digit or the 22nd decimal place. If an
-    exclusive bound is a whole number and the other bound has the same whole part, llguidance would accept the bound
-    that is nearer to 0.
+    They also forbid numbers that differ from the bound only in the 15th digit or the 22nd decimal place. An
+    exclusive bound that is a whole number may be replaced, because llguidance accepts it if the other bound is farther
+    from 0 and has the same whole part.
     """
     is_lower = key in ("minimum", "exclusiveMinimum")
     plain = "minimum" if is_lower else "maximum"
@@ -404,7 +408,7 @@ def _inside(key: str, value: float) -> tuple[str, float]:
 
 
 def _is_read(found: Decimal) -> bool:
-    """Whether llguidance reads a number exactly, and not as an adjacent one. Whole numbers must be at most 2^53."""
+    """Whether llguidance reads a number exactly, not as an adjacent one. A whole one is at most 2^53 here."""
     if found == found.to_integral_value():
         return True
     places = -int(found.as_tuple().exponent)

@@ -27,7 +27,7 @@ def learn(draft: Draft, worker: WorkerRecord, tokens_per_second: float) -> None:
 
 
 def learn_rate(draft: Draft, device: str, bytes_per_second: float) -> None:
-    """A measured rate of a device."""
+    """Keeps a measured rate of a device if it is the largest so far."""
     rates = draft.state.read_rates
     if bytes_per_second > rates.get(device, 0.0):
         draft.set(read_rates={**rates, device: bytes_per_second})
