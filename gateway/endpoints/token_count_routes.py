@@ -123,6 +123,7 @@ class _Counting:
                 if candidate.position > 0:
                     self._record.reason = self._outcomes.first.name
                 return candidate, count
+            waiting = self._still_possible(waiting)
         for candidate in waiting:
             self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not tried: the request's time was spent"))
         now = self._loop.time()
@@ -140,6 +141,14 @@ class _Counting:
         short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
         self._short = deque(candidate for candidate in short if candidate.is_local)
         return deque(chain.kept) or self._short
+
+    def _still_possible(self, waiting: deque[Candidate]) -> deque[Candidate]:
+        """`waiting` without the candidates that are ruled out now: a breaker may have opened during the last try."""
+        dropped = (item for item in self._filter.select_again().dropped if item.drop not in _LACK_OF_ROOM)
+        lost = {item.candidate: item for item in dropped if item.candidate in waiting}
+        for item in lost.values():
+            self._outcomes.drop(item)
+        return deque(candidate for candidate in waiting if candidate not in lost)
 
     async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
         """The count of `candidate`; None to try the next one. Raises PassedOnError if it rejects the request."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
 
 from gateway.apis.openai.frames import Comment, Data, Frame
 from gateway.apis.openai.generation_request import AnyRequest
@@ -13,7 +14,7 @@ from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, judge, needs_operator
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Provider
-from gateway.routing.budget import Budget, Due
+from gateway.routing.budget import Budget, Deadline, Due
 from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import AttemptRecord
@@ -24,6 +25,8 @@ from headgate.shared.traces.span_ids import new_span_id
 from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")
+
+T = TypeVar("T")
 
 COMMENT_GRACE_SECONDS = 5.0
 """Comments are left out for at most this long after the start of a request. A refusal within this time can still set
@@ -84,6 +87,21 @@ class Attempt:
         self._lease.call_when_down(self._on_down)
         await self.reader.open()
         self._lease.first_byte(self.reader)
+
+    async def within(self, deadline: Deadline, answer: Awaitable[T]) -> T:
+        """The result of `answer`, which has no stream. Raises ExpiredError at the deadline, or when probes find the
+        provider down, which its silence does not show: it may be loading the model.
+        """
+        loop = self._state.loop
+        began = loop.time()
+        try:
+            async with asyncio.timeout_at(deadline.at) as limit:
+                self._lease.call_when_down(lambda: None if limit.expired() else limit.reschedule(loop.time()))
+                return await answer
+        except TimeoutError:
+            if (now := loop.time()) < deadline.at:
+                deadline = Deadline(now, Due.SILENCE)
+            raise ExpiredError(deadline, deadline.at - began) from None
 
     def _on_down(self) -> None:
         """Probes found the provider down: the attempt ends now if it is silent and another one can take over."""

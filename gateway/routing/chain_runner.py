@@ -6,7 +6,6 @@ attempts and time. Each attempt is settled once, before its connection is closed
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -36,7 +35,6 @@ from gateway.routing.chain import DEFERRING, Candidate, Drop, Dropped, RouteMatc
 from gateway.routing.explain_record import Record
 from gateway.routing.request_context import GatewayState, RequestContext, RequestState
 from gateway.routing.resume_runner import Answer, assemble
-from gateway.routing.stream_reader import ExpiredError
 from inference.protocol import H_DEVICE, Code
 
 T = TypeVar("T")
@@ -132,12 +130,7 @@ class ChainRunner:
     async def _in_one_piece(self, attempt: Attempt, provider: AnswersWhole) -> dict[str, Any]:
         """An answer without a stream. It shows no progress, so all remaining time is its limit."""
         state, budget = self._state, self._state.budget
-        now = state.loop.time()
-        try:
-            async with asyncio.timeout_at(budget.commit_by):
-                answer = await provider.whole(attempt.call)
-        except TimeoutError:
-            raise ExpiredError(Deadline(budget.commit_by, budget.commit_due), budget.commit_by - now) from None
+        answer = await attempt.within(Deadline(budget.commit_by, budget.commit_due), provider.whole(attempt.call))
         usage = dumps(answer.get("usage"))
         state.record.note_usage(usage)
         attempt.succeed()
@@ -152,11 +145,7 @@ class ChainRunner:
         async def work(attempt: Attempt) -> bytes:
             now = state.loop.time()
             deadline = unary_deadline(state.budget, now, is_local=attempt.candidate.is_local, last=attempt.last)
-            try:
-                async with asyncio.timeout_at(deadline.at):
-                    answer = await attempt.provider.unary(attempt.call)
-            except TimeoutError:
-                raise ExpiredError(deadline, deadline.at - now) from None
+            answer = await attempt.within(deadline, attempt.provider.unary(attempt.call))
             state.record.note_usage(answer[-USAGE_BYTES:])
             attempt.succeed()
             if state.context.meter is not None:

@@ -6,14 +6,17 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.breaker import probe_schedule
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import Failure, Ignore, Observation, Reason, Scope, Success, Verdict, judge
 from gateway.breaker.permits import BreakerState, Rule
+from gateway.breaker.probe_schedule import ProbeKind
 from gateway.breaker.silence import MIN_SAMPLES, SILENT_SECONDS
 from gateway.errors import UpstreamKind
 from gateway.providers.local import inference_snapshot
@@ -418,3 +421,25 @@ async def test_request_larger_than_the_account_allows_without_another_tier_is_41
     assert (answer.status_code, error["code"]) == (413, "request_too_large")
     assert error["message"].startswith("Request too large for")
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_embedding_ends_when_probes_find_the_service_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only candidate, and its silence alone does not end it: the service may be loading the model."""
+    monkeypatch.setitem(probe_schedule.TIMEOUT_SECONDS, ProbeKind.READY, 0.1)  # type: ignore[arg-type]
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+        fake.models["demo"] = replace(fake.models["demo"], capabilities=("embeddings",))
+        await gateway.look()
+        fake.answers["demo"] = Answer(hold=asyncio.Event())
+        body = {"model": "demo", "input": "x"}
+        embedding = asyncio.create_task(gateway.client.post("/v1/embeddings", json=body))
+        await until("the request runs", lambda: fake.seen)
+        fake.is_silent = True
+        gateway.runtime.inference.node().prober.suspect()
+        async with asyncio.timeout(20):
+            answer = await embedding
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, Code.NO_TIER_AVAILABLE)
+        await until("the service sees the disconnect", fake.seen[0].closed.is_set)
+        record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+        assert [tried["outcome"] for tried in record["attempts"]] == ["timeout"]

@@ -13,6 +13,9 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
+from gateway.breaker import probe_schedule
+from gateway.breaker.probe_schedule import ProbeKind
+from gateway.endpoints import token_count_routes
 from gateway.endpoints.token_count_routes import _Counting
 from gateway.errors import GatewayError
 from gateway.routing.chain import RouteMatch
@@ -36,6 +39,7 @@ routes:
   throttled: {{chain: [anthropic/fault-429=60]}}
   cloudy: {{chain: [local/demo, anthropic/claude-opus-5]}}
   alone: {{chain: [local/demo]}}
+  twice: {{chain: [local/demo, local/demo-mini]}}
 breaker: {{failures: 1}}
 """
 
@@ -108,6 +112,25 @@ async def test_tokens_are_counted_for_a_model_that_does_not_fit_only_without_ano
     await gateway.look()
     assert (await count(gateway, "alone")).json()["input_tokens"] == 42
     assert (await count(gateway, "cloudy")).headers["x-headgate-model"] == "anthropic/claude-opus-5"
+
+
+async def test_count_skips_the_other_models_of_a_service_that_probes_find_down(
+    gateway: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The breaker opens while the first model is asked; the second one would take as long."""
+    monkeypatch.setattr(token_count_routes, "SECONDS", 2.0)
+    monkeypatch.setitem(probe_schedule.TIMEOUT_SECONDS, ProbeKind.READY, 0.1)  # type: ignore[arg-type]
+    fake.count_hold = asyncio.Event()
+    counting = asyncio.create_task(count(gateway, "twice"))
+    await until("the count runs", lambda: fake.counted)
+    fake.is_silent = True
+    gateway.runtime.inference.node().prober.suspect()
+    refused = await counting
+    assert refused.status_code == 503
+    record = await record_of(gateway, refused)
+    assert [tried["name"] for tried in record["attempts"]] == ["local/demo"]
+    assert record["dropped"]["local/demo-mini"].startswith("breaker_open: ")
+    assert len(fake.counted) == 1
 
 
 async def test_count_skips_an_unhealthy_model(gateway: Gateway, fake: FakeInference) -> None:
