@@ -88,6 +88,7 @@ class Code(StrEnum):
     NOT_FOUND = "not_found"
     PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    STORE_UNAVAILABLE = "store_unavailable"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
 
@@ -125,6 +126,7 @@ CODES: Mapping[Code, CodeSpec] = {
     Code.NOT_FOUND: CodeSpec(404, "invalid_request_error", False),
     Code.PREVIOUS_RESPONSE_NOT_FOUND: CodeSpec(400, "invalid_request_error", False),
     Code.METHOD_NOT_ALLOWED: CodeSpec(405, "invalid_request_error", False),
+    Code.STORE_UNAVAILABLE: CodeSpec(503, "service_unavailable_error", True),
     Code.SHUTTING_DOWN: CodeSpec(503, "service_unavailable_error", True),
     Code.INTERNAL_ERROR: CodeSpec(500, "server_error", False),
 }

@@ -284,7 +284,7 @@ def _add_files(
 
 def is_id(name: str) -> bool:
     """Whether `name` can be the id or the alias of a model."""
-    return bool(name) and name == name.strip() and not name.startswith("/") and not name.endswith("/")
+    return bool(name) and name.isprintable() and name == name.strip() and not name.startswith("/") and name[-1] != "/"
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
@@ -292,7 +292,9 @@ def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Prob
     for index, alias in enumerate((name, *entry.aliases)):
         key = f"models.{name}" if index == 0 else f"models.{name}.aliases"
         if not is_id(alias):
-            yield Problem(f"{alias!r} is not a valid model id; remove spaces and slashes at its ends", key=key)
+            yield Problem(
+                f"{alias!r} is not a valid model id; remove line breaks, and spaces and slashes at its ends", key=key
+            )
         elif alias in names:
             owner = f"the model or replica {names[alias]!r}" if "@" in alias else f"the model {names[alias]!r}"
             yield Problem(f"{owner} already has the name {alias!r}; choose another one", key=key)

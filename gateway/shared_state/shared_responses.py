@@ -17,8 +17,10 @@ from redis.exceptions import RedisError
 
 from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.responses.responses_store import Store, StoredResponse
+from gateway.errors import RefusedError
 from gateway.shared_state.scripts import DELETE_RESPONSE, PUT_RESPONSE, RESPONSES
 from gateway.shared_state.shared_state import SharedState
+from inference.protocol import Code
 
 SHARED_BYTES = 256 * 2**20
 """Size limit of the responses of all gateways."""
@@ -26,6 +28,10 @@ MAX_BYTES = 8 * 2**20
 """A larger response is only stored at its gateway."""
 BULK_SECONDS = 1.0
 """Deadline of one operation."""
+RETRY_PAUSES = (0.05, 0.15)
+"""Seconds before an unknown response is looked for again: its gateway writes it after it has sent the end."""
+DELETE_AGAIN_SECONDS = 5.0
+"""Retry-After of a deletion without the store."""
 MAX_WRITES = 64
 """Responses that are being written; others are only stored at their gateway while the store is slow."""
 
@@ -69,7 +75,10 @@ class SharedResponses(Store):
     async def fetch(self, owner: str, id: str) -> None:
         """Gets a response of another gateway, or forgets one that was deleted there. Errors leave what is here."""
         try:
-            await self._fetch(owner, id)
+            for pause in (*RETRY_PAUSES, None):
+                if await self._fetch(owner, id) or pause is None:
+                    return
+                await asyncio.sleep(pause)
         except _ERRORS:
             self._state.on_error("responses")
 
@@ -87,10 +96,13 @@ class SharedResponses(Store):
             self._state.on_error("responses")
 
     async def forget(self, owner: str, id: str, now: float) -> bool:
-        """Deletes a response at every gateway; returns whether there was one."""
+        """Deletes a response at every gateway; returns whether there was one.
+
+        Raises RefusedError (503) if the store does not answer: the response is then deleted only here.
+        """
         existed = self.delete(owner, id, now)
         if not self._state.is_up:
-            return existed
+            raise _not_deleted()
         message = dumps([self._state.gateway, "response_deleted", owner, id])
         try:
             async with asyncio.timeout(BULK_SECONDS):
@@ -98,7 +110,7 @@ class SharedResponses(Store):
                 reply = await self._delete(keys, [owner, id, round(self._seconds * 1000), message])
         except (RedisError, OSError, TimeoutError):
             self._state.on_error("responses")
-            return existed
+            raise _not_deleted() from None
         return existed or bool(reply)
 
     async def aclose(self) -> None:
@@ -110,9 +122,10 @@ class SharedResponses(Store):
         await asyncio.gather(*self._writes, return_exceptions=True)
         await self._client.aclose()
 
-    async def _fetch(self, owner: str, id: str) -> None:
+    async def _fetch(self, owner: str, id: str) -> bool:
+        """Whether looking again is useless: the response was found or deleted, or the store does not answer."""
         if not self._state.is_up:
-            return
+            return True
         now = self._state.clock()
         is_here = self.get(owner, id, now) is not None
         keys = [_deleted_key(owner, id), *([] if is_here else [_value_key(owner, id)])]
@@ -133,6 +146,7 @@ class SharedResponses(Store):
                 outputs=kept.outputs,
                 until=now + left_ms / 1000,
             )
+        return is_deleted is not None or self.get(owner, id, now) is not None
 
     async def _write(self, owner: str, id: str, value: bytes, ids: tuple[str, ...]) -> None:
         keys = [_value_key(owner, id), RESPONSES, *(_item_key(owner, item) for item in ids)]
@@ -144,6 +158,11 @@ class SharedResponses(Store):
 
     def _on_deleted(self, owner: str, id: str) -> None:
         self.delete(owner, id, self._state.clock())
+
+
+def _not_deleted() -> RefusedError:
+    message = "the store that gateways share does not answer, so other gateways may keep the response; delete it again"
+    return RefusedError(Code.STORE_UNAVAILABLE, message, retry_after=DELETE_AGAIN_SECONDS)
 
 
 def _value_key(owner: str, id: str) -> str:

@@ -80,9 +80,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _layers(text: str) -> int:
     """The type of an option with a number of layers; -1: all."""
-    if text == "-1":
-        return -1
-    return int(text) if text == "0" else at_least_one(text)
+    try:
+        layers = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if layers < -1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; use -1 (all layers), 0 (none) or more")
+    return layers
 
 
 Models = list[tuple[str, ModelStatus]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from gateway.errors import RefusedError
 from gateway.shared_state import shared_responses
 from gateway.shared_state.shared_responses import SharedResponses
 from gateway.shared_state.shared_state import SharedState
@@ -101,6 +103,42 @@ async def test_size_of_all_responses_is_bounded_and_the_largest_owner_loses_its_
     assert [await find(other, f"resp_{number}") is not None for number in (0, 3, 6, 7)] == [False, False, True, True]
 
 
+async def test_response_is_found_while_its_gateway_still_writes_it(
+    two: tuple[SharedResponses, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may continue at another gateway as soon as it has the end of the answer."""
+    one, other = two
+    write = one._write
+
+    async def slow(*arguments: Any) -> None:
+        await asyncio.sleep(0.1)
+        await write(*arguments)
+
+    monkeypatch.setattr(one, "_write", slow)
+    put(one, "resp_1")
+    assert await find(other, "resp_1") is not None
+    began = time.monotonic()
+    assert await find(other, "resp_2") is None
+    assert time.monotonic() - began < 1
+
+
+async def test_deletion_without_the_store_is_refused_until_it_is_complete(
+    two: tuple[SharedResponses, ...], server: RedisServer
+) -> None:
+    """Otherwise the response would be there again when the store is."""
+    one = two[0]
+    put(one, "resp_1")
+    await written(one)
+    server.pause(4.0)
+    await until(lambda: not one.is_up, 4)
+    with pytest.raises(RefusedError):
+        await one.forget(OWNER, "resp_1", time.monotonic())
+    await until(lambda: one.is_up, 10)
+    assert await find(one, "resp_1") is not None
+    assert await one.forget(OWNER, "resp_1", time.monotonic())
+    assert [await find(store, "resp_1") for store in two] == [None, None]
+
+
 async def test_responses_expire(two: tuple[SharedResponses, ...], server: RedisServer) -> None:
     one, other = two
     one._seconds = 0.05
@@ -126,6 +164,11 @@ async def test_gateway_without_the_store_serves_its_own_responses(
         began = time.monotonic()
         assert await find(other, "resp_1") is None
         assert time.monotonic() - began < 0.1
-        assert await one.forget(OWNER, "resp_1", time.monotonic())
+        put(other, "resp_2")
+        for _ in range(2):
+            with pytest.raises(RefusedError) as refused:
+                await other.forget(OWNER, "resp_2", time.monotonic())
+            assert refused.value.status == 503
+            assert other.get(OWNER, "resp_2", time.monotonic()) is None
     finally:
         server.start()

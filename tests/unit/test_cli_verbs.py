@@ -703,7 +703,7 @@ def test_plan_prints_changes_and_the_expected_speed(serve: Any, capsys: Any) -> 
             "kv_cells": 999, "split_mode": "tensor", "fit": "auto", "min_context": 512,
         }  # fmt: skip
     assert main(["plan", "demo", "--gpu-layers", "-2"]) == 2
-    assert "-2 is too small" in capsys.readouterr().err
+    assert "-2 is too small; use -1 (all layers), 0 (none) or more" in capsys.readouterr().err
     assert main(["plan", "demo", "--fit", "contxt"]) == 2
     assert "invalid choice: 'contxt'" in capsys.readouterr().err
 

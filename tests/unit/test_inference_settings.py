@@ -176,6 +176,7 @@ def test_models_are_found_by_alias_and_by_ids_with_slashes(directory: Path) -> N
         ("models:\n  a: {path: tiny.gguf, kv_cells: 8192, swa_full: true}", ["kv_cells needs swa_full: false"]),
         ("models:\n  a: {path: tiny.gguf, lora: [l.gguf]}", ["no file", "l.gguf"]),
         ("models:\n  ' a': {path: tiny.gguf}", ["is not a valid model id"]),
+        ('models:\n  "a\\nb": {path: tiny.gguf}', ["is not a valid model id; remove line breaks"]),
         ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["duplicate key"]),
         ("models:\n  a: {path: tiny.gguf, mmproj: eye.gguf}", ["models.yaml:2", "no file", "eye.gguf", "mmproj"]),
         ("models:\n  a: {path: tiny.gguf, draft: small.gguf}", ["models.yaml:2", "models.a.draft", "no file"]),

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from headgate.shared.errors import HeadgateError
+from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state_files import write_atomic
 
 
@@ -88,15 +88,21 @@ def _end(node: yaml.Node) -> int:
     return int(node.end_mark.index)
 
 
+class BusyError(HeadgateError):
+    """Another command is changing the same files."""
+
+    exit_code = Exit.TRY_LATER
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Excludes other commands that change files in `directory`. Raises HeadgateError while another command does so."""
+    """Excludes other commands that change files in `directory`. Raises BusyError while another command does so."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise HeadgateError(f"another command is changing {directory}; try again") from None
+        raise BusyError(f"another command is changing {directory}; try again") from None
     try:
         yield
     finally:
