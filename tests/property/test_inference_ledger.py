@@ -243,6 +243,15 @@ def test_allocated_bytes_of_a_loading_worker_reduce_the_room_and_are_not_foreign
     assert ledger.balance("cpu").room_bytes == 600
 
 
+def test_reading_during_a_load_does_not_count_its_bytes_twice() -> None:
+    """A model on more than half of a device may use a little more than it reserved."""
+    ledger = Ledger().open(Account("gpu-0", 1000, 1000)).reserve("one", "m", {"gpu-0": 600}).observe("gpu-0", 600, 400)
+    assert ledger.commit("one", {"gpu-0": 604}).balance("gpu-0").resident_bytes == 604
+    other = ledger.reserve("other", "n", {"gpu-0": 0}).observe("gpu-0", 998, 2)
+    with pytest.raises(LedgerError, match="needs more than its reservation"):
+        other.commit("one", {"gpu-0": 604})
+
+
 @pytest.mark.parametrize("need", [{"nowhere": 1}, {"cpu": -1}])
 def test_impossible_bookings_change_nothing(need: dict[str, int]) -> None:
     ledger = Ledger().open(Account("cpu", 1000, 1000))

@@ -241,7 +241,8 @@ class Ledger:
             for device, count in actual.items()
             if count > holding.bytes.get(device, 0)
         }
-        if growth and (lacking := self.lacks(growth, exempt=holding.exempt)):
+        loaded = self._put(replace(holding, phase=Phase.RESIDENT))  # readings since the load began have its bytes
+        if growth and (lacking := loaded.lacks(growth, exempt=holding.exempt)):
             raise LedgerError(f"{holding.owner} needs more than its reservation: {_text(lacking)}")
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
