@@ -241,10 +241,11 @@ class Ledger:
             for device, count in actual.items()
             if count > holding.bytes.get(device, 0)
         }
-        loaded = self._put(replace(holding, phase=Phase.RESIDENT))  # readings since the load began have its bytes
-        if growth and (lacking := loaded.lacks(growth, exempt=holding.exempt)):
+        resident = replace(holding, phase=Phase.RESIDENT)
+        # free memory as read since the load began lacks the reserved bytes already: they are not subtracted again
+        if growth and (lacking := self._put(resident).lacks(growth, exempt=holding.exempt)):
             raise LedgerError(f"{holding.owner} needs more than its reservation: {_text(lacking)}")
-        return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
+        return self._put(replace(resident, bytes=MappingProxyType(dict(actual))))
 
     def grow(self, id: str, device: str, count: int, *, beyond: bool = False) -> Ledger:
         """Books `count` more bytes for a resident holding that already uses them; a reading showed them as foreign.

@@ -1,8 +1,8 @@
 """Turns of models in use, and claims of models that wait for room.
 
 A model in use keeps its memory for one turn after it became ready. The planner may evict it when the turn is over and
-requests for another model have waited for its `min_residency`; running requests complete first. The model that has
-waited longest has a claim on the memory that becomes free; other models may load only beside the claim.
+requests for another model have waited for the `min_residency` of the model in use; running requests complete first. The
+model that has waited longest has a claim on the memory that becomes free; other models may load only beside the claim.
 Without claims, small models that swap with each other would keep a large one waiting forever, because it needs several
 turns to end at the same time.
 """
